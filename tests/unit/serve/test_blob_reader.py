@@ -114,6 +114,20 @@ def test_a_delta_is_hashed_again_if_its_base_has_changed(
     assert hashed == [part.size]
 
 
+def test_a_blob_that_has_just_changed_is_hashed_again(
+    store: LocalStore, reader: BlobReader, hashed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next change may get the same time."""
+    monkeypatch.setattr(blob_reader, "_MARGIN_NS", 3600 * 10**9)
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    for count in (1, 2):
+        reader.verify(part.digest, part.size)
+        assert not is_verified(reader, part)
+        assert hashed == [part.size] * count
+
+
 def test_a_blob_that_is_frozen_has_another_state(store: LocalStore, reader: BlobReader) -> None:
     put(store, "model", {"a": 1})
     part = part_of(store, "model", "a")

@@ -1,0 +1,94 @@
+"""What a client may see of a store: each question about a version is judged."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create, import_source
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.serve.library import Library
+from blobstore.serve.pulled import Origin
+from blobstore.serve.unprepared import prepared
+from blobstore.serve.visible import Visible
+from blobstore.sources.open import open_source
+from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
+from tests.support.models import write_folder
+
+NAME, COMMIT = "org/model", "a" * 40
+FETCHED, MINE = Reference.parse(NAME), Reference.parse(f"{NAME}:mine")
+
+
+@pytest.fixture
+def library(store: LocalStore, tmp_path: Path) -> Library:
+    """A library with a fetched version, and one of the store's own of the same repository."""
+    library = Library(store)
+    library.pulled.keep(Origin(NAME, COMMIT), is_public=True)
+    source: Any = open_source(made(tmp_path / "fetched", 1))
+    source.repository, source.commit = NAME, COMMIT
+    with contextlib.closing(source):
+        import_source(source, replace_any(FETCHED), store, ImportOptions())
+    create(made(tmp_path / "mine", 2), MINE, store=store)
+    return library
+
+
+def made(folder: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+    return write_folder(folder, {"weight": random.standard_normal((8, 8), dtype=np.float32)})
+
+
+def seen(visible: Visible) -> dict[str, object]:
+    """Return what each question finds of the fetched version."""
+    digest = visible._library.store.resolve(FETCHED).layers[0].digest
+    return {
+        "model": prepared(lambda: visible.model(FETCHED)) is not None,
+        "commit": prepared(lambda: visible.at_commit(FETCHED, COMMIT)) is not None,
+        "artifact": prepared(lambda: visible.artifact(FETCHED)) is not None,
+        "artifacts": FETCHED
+        in [one.reference for one in prepared(lambda: list(visible.artifacts(FETCHED, digest)))],
+        "image": prepared(lambda: visible.artifact(Reference.parse(f"{NAME}:latest.image")))
+        is not None,
+        "tags": FETCHED in prepared(lambda: visible.tags(FETCHED)),
+        "models": FETCHED in prepared(visible.models),
+        "descriptions": FETCHED in prepared(lambda: visible.descriptions([FETCHED])),
+        "modified": prepared(lambda: visible.modified(FETCHED)) is not None,
+        "watch": prepared(lambda: visible.watch(FETCHED)) is not None,
+    }
+
+
+def test_no_question_finds_what_is_restricted_even_if_it_was_prepared(library: Library) -> None:
+    assert all(seen(Visible.of(library)).values())
+    library.pulled.note_public(NAME, is_public=False)
+    assert not any(seen(Visible.of(library)).values())
+    assert not any(seen(Visible.of(library, "org/other")).values())
+    assert all(seen(Visible.of(library, NAME)).values())
+    assert not any(seen(Visible.of(library)).values()), "nor after a reader was there"
+    assert prepared(lambda: Visible.of(library).model(MINE)) is not None
+    assert prepared(lambda: Visible.of(library).tags(MINE)) == [MINE]
+
+
+def test_no_question_finds_what_is_restricted_before_it_was_prepared(library: Library) -> None:
+    library.pulled.note_public(NAME, is_public=False)
+    assert not any(seen(Visible.of(library)).values())
+    assert not library._artifacts.values()
+    assert not library._models.values(), "nothing is prepared that is not seen"
+    assert all(seen(Visible.of(library, NAME)).values())
+
+
+def test_what_is_not_served_is_not_seen(library: Library) -> None:
+    some = Library(library.store, [f"{NAME}:mine"])
+    assert not any(seen(Visible.of(some)).values())
+    assert prepared(lambda: Visible.of(some).models()) == [MINE]
+
+
+@pytest.mark.parametrize("name", ["Org/Model", "org/model", "ORG/MODEL"])
+def test_names_are_found_in_any_case(library: Library, name: str) -> None:
+    visible, other = Visible.of(library), Reference.parse(f"{name}-2")
+    assert prepared(lambda: visible.spelled(Reference.parse(name))) == FETCHED
+    assert prepared(lambda: visible.spelled(other)) == other
