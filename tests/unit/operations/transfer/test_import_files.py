@@ -136,3 +136,14 @@ def test_a_tar_may_not_unpack_to_far_more_than_it_has(fetched: Fetched, store: L
     fetched.add("", bomb, "gzip")
     with pytest.raises(DamagedSource, match="too much"):
         fetched.import_to(store)
+
+
+def test_a_tar_does_not_write_through_the_link_to_a_fetched_file(
+    fetched: Fetched, store: LocalStore, tmp_path: Path
+) -> None:
+    fetched.add("config.json", b"{}")
+    fetched.add("", tar_of({"config.json": b"[]"}), "")
+    with pytest.raises(DamagedSource, match="cannot be unpacked"):
+        fetched.import_to(store)
+    assert (tmp_path / "fetched" / Digest.of(b"{}").hex).read_bytes() == b"{}"
+    assert not store.has_model(NAME)

@@ -266,6 +266,13 @@ def test_types_that_safetensors_lacks_can_be_skipped(tmp_path: Path) -> None:
     assert source.notices == ["left out: tensors of types that safetensors does not have: 'z'"]
 
 
+def test_a_model_of_unreadable_tensors_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    tensors = {("model", "z"): (torch.ones(2, dtype=torch.complex128), grid((2,)))}
+    folder = write_folder(tmp_path / "step", tensors)
+    with pytest.raises(UnsupportedSource, match="'z': tensors of torch.complex128 have no type"):
+        opened(folder, skip_unreadable=True)
+
+
 def test_a_checkpoint_without_metadata_is_incomplete(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "step", model(1))
     (folder / ".metadata").rename(folder / "__0.metadata")

@@ -307,3 +307,25 @@ def test_processes_that_count_each_other_differently_are_noticed(tmp_path: Path)
 
     folder = write_zero(tmp_path / "x", 2, 2, groups(), change_optimizer=change)
     assert "ZeRO stage 2 of 2 processes, but process 1 stage 2 of 3" in refusal(folder)
+
+
+def test_frozen_parameters_may_have_fewer_elements_than_their_parts(tmp_path: Path) -> None:
+    frozen = {"f": torch.randn(5)}  # of four processes with two each, one has none
+    source = open_source(write_zero(tmp_path / "x", 3, 4, groups(), frozen=frozen))
+    assert content(source, "f") == frozen["f"].numpy().tobytes()
+
+
+def test_another_name_that_has_values_of_its_own_keeps_them(tmp_path: Path) -> None:
+    def tie(_: int, states: dict[str, Any]) -> None:
+        states["shared_params"] = {"a": "b"}
+
+    source = open_source(write_zero(tmp_path / "x", 2, 2, groups(), change_model=tie))
+    assert {name: content(source, name) for name in source.specs} == expected(groups())
+
+
+def test_paddings_of_other_parameters_are_an_error(tmp_path: Path) -> None:
+    def change(_: int, states: dict[str, Any]) -> None:
+        states["param_alignment_paddings"] = [[0, 0], [0, 0]]
+
+    folder = write_zero(tmp_path / "x", 2, 2, groups(), change_optimizer=change)
+    assert "have different groups" in refusal(folder)
