@@ -12,7 +12,7 @@ Shell = Literal["bash", "zsh", "fish"]
 SHELLS: tuple[Shell, ...] = get_args(Shell)
 
 # Unlike click's script, it asks for the word as the user sees it: bash ends words at colons, which names of
-# models contain. What precedes the last colon is removed again, because bash keeps it. Characters that the
+# models contain. Text before the last colon is removed again, because bash keeps it. Characters that the
 # shell would interpret are quoted, unless the user has begun with a quote. Then names that could end the quoted
 # text, or are interpreted in it, are left out: they are names of tensors, too, which come from files.
 _BASH = r"""%(complete_func)s() {

@@ -240,7 +240,7 @@ def show_line(line: str) -> None:
 
 
 def _write(stream: Any, data: str | Buffer) -> None:
-    """Write and flush. A reader that does not read keeps a command from ending only for so long."""
+    """Write and flush. A stalled reader delays the exit by a bounded time."""
 
     def write() -> None:
         stream.write(data)

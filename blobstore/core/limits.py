@@ -104,7 +104,7 @@ class Memory:
 
 
 DOCUMENTS: Final = Memory(strict_json.MAX_MEMORY)
-"""What the largest document takes alone while it is parsed. All of a process together take no more."""
+"""Memory that parsing the largest document takes. All documents of a process together get no more."""
 
 
 class Held:
@@ -172,7 +172,7 @@ def _check_size(size: int, most: int, what: str, advice: str) -> None:
 
 
 class Budget:
-    """What may still arrive of a kind of document. Any number of threads may use it."""
+    """The rest of a limit on documents of one kind. Any number of threads may use it."""
 
     def __init__(self, limit: Limit, what: str, advice: str = ADVICE) -> None:
         """Take the name of the documents for messages, and what to do if there is too much of them."""

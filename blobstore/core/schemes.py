@@ -1,6 +1,6 @@
 """Texts that begin with ``scheme://``. No path of this machine begins so: such a path would make a folder ``s3:``.
 
-What names a thing elsewhere is refused where a path is expected, with the command that takes it.
+An address is refused if a path is expected; the error names the command that takes it.
 """
 
 from __future__ import annotations

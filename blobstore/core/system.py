@@ -96,7 +96,7 @@ def direct_flag() -> int:
 
 
 def is_in_page_cache(descriptor: int, offset: int, count: int) -> bool:
-    """Return whether reading a range is likely not to wait for a disk: its ends are in the page cache.
+    """Return whether a range is probably in the page cache; only its ends are checked.
 
     Also if the system or the file system does not say.
     """
@@ -174,7 +174,7 @@ def map_counts() -> MapCounts | None:
 
 def available_memory() -> int:
     """Return about how many bytes of memory processes may still take."""
-    # What a system that does not say has at all.
+    # If the system does not report free memory, use all of it.
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError, IndexError):
         found.append(int(_MEMORY.read_text().partition("MemAvailable:")[2].split()[0]) << 10)

@@ -15,7 +15,7 @@ class DType(enum.Enum):
     """The element types of the safetensors format, with their names on disk as values.
 
     A row has the name, the bits per element, and the name that torch and numpy, with ``ml_dtypes``, have for
-    the type; it is empty if none of them has one. What a framework has for a type follows from that name. The
+    the type; it is empty if none of them has one. The type of a framework follows from that name. The
     order is that of the reference library, lowest alignment first. Its writer sorts tensors in the reverse order.
     """
 

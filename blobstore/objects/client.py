@@ -337,7 +337,7 @@ class ObjectClient:
             return True
 
     def _writer(self) -> Any:
-        """Return what writes. The first write makes the folder of a store with the scheme ``file``."""
+        """Return a writer. The first write makes the folder of a store with the scheme ``file``."""
         with self._lock:
             if self._writing is None:
                 self._use(self._settings, is_written=True)

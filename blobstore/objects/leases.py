@@ -37,7 +37,7 @@ COLLECTION_TIME: Final = timedelta(hours=1)
 _LEASES: Final = ".blobstore/leases"
 _NOTE: Final = ".blobstore/gc"
 _MARGIN: Final = timedelta(minutes=10)
-"""What takes longer than a name or the end of a collection needs: after it, neither is begun."""
+"""Longer than giving a name or ending a collection takes: after this time, neither is begun."""
 _PAUSE: Final = 1.0
 """Seconds between two looks at the note of a collection."""
 _MAX_LEASE: Final = limits.LEASE.one

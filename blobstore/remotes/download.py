@@ -165,7 +165,7 @@ class Download:
         try:
             self._workers.run(range(streams), self._work, self._source.client.abort)
         finally:
-            # Unlocks the blobs. What has arrived stays for the next pull.
+            # Unlocks the blobs. Bytes that have arrived stay for the next pull.
             for fetch in self._fetches:
                 if fetch.file is not None:
                     fetch.file.close()

@@ -266,7 +266,7 @@ class RangeLoader:
     def _usable_form(
         self, blob: BlobId, together: Container[tuple[Digest, int]] = ()
     ) -> _Form | None:
-        """Return the compressed form of a blob, unless its base is not in the store, read with it, or decoded first."""
+        """Return the compressed form of a blob if its base is available: in the store, in this load, or decodable."""
         layer = self._layers.get(blob.digest)
         # The list of compressed forms is not trusted: it may state another size.
         if layer is None or layer.blob != blob:
@@ -292,7 +292,7 @@ class RangeLoader:
     def _finish(self, load: _Load, batch: BlobBatch | None) -> None:
         """Check a blob that has arrived, after decoding it, and keep it."""
         if load.layer is not None and not self._is_decoded(load, load.layer):
-            # What the remote says about compressed forms is not trusted; the blob itself has the digest.
+            # The list of compressed forms is not trusted; the blob itself has the digest.
             load.layer = None
             for begin in range(0, load.blob.size, PART):
                 end = min(begin + PART, load.blob.size)
@@ -379,7 +379,7 @@ class _Load:
         self.is_lost = False
         """Whether the remote does not have the compressed form that it lists."""
         self.base: _Load | None = None
-        """What the layer is decoded against, if that is read too."""
+        """The base of the layer, if that is read too."""
         self._compressed: memoryview | None = None
         self._digester = Digester()
         self._arrived = 0

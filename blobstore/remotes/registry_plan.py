@@ -1,4 +1,4 @@
-"""What a registry needs for a model: reads from the store what a layout plans from."""
+"""Reads from the store what a layout needs to plan a push."""
 
 from __future__ import annotations
 

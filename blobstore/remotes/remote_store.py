@@ -129,7 +129,7 @@ class RemoteStore:
         """
         with contextlib.ExitStack() as ending:
             ending.callback(self.close)
-            # What the local store has must stay until it is read.
+            # Blobs of the local store must stay until they are read.
             digests = (blob.digest for blob in self.manifest.blobs)
             ending.enter_context(self.local.lease_if_writable(digests))
             self.begin()
@@ -173,7 +173,7 @@ class RemoteStore:
         if self._cache is not None:
             self._cache.close()
 
-    # What is a file is one of the local store
+    # Files are those of the local store
 
     @property
     def root(self) -> Path:
@@ -210,7 +210,7 @@ class RemoteStore:
         """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
         return self.local.is_cached(digest, size)
 
-    # What the local store lacks comes from the remote
+    # Other blobs come from the remote
 
     def is_local(self, digest: Digest) -> bool:
         """Return whether the blob is read from files, if it can be read at all."""

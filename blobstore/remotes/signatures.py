@@ -208,6 +208,6 @@ def _send_cosign(
     content = found.parse() if found is not None else None
     before = content.layers if isinstance(content, ImageManifest) else ()
     made = cosign_manifest(root, signatures, before)
-    # What is made without the new signatures differs only if one of them is new.
+    # Without the signatures, the manifest is the same only if none of them is new.
     if made.manifest != cosign_manifest(root, (), before).manifest:
         send_attached(client, repository, made)

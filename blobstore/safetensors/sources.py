@@ -188,7 +188,7 @@ class UrlSource:
                 return send()
             except urllib.error.HTTPError as error:
                 error.close()
-                # What a redirect led to may have expired.
+                # The target of a redirect may have expired.
                 may_pass = error.code in _RETRIED or self._place != self._url
                 if is_last or not may_pass:
                     raise self._refused(error.code) from None

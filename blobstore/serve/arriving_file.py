@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 
 class Space(Protocol):
-    """What claims are made of. Threads may share it."""
+    """The space of which claims are made. Threads may share it."""
 
     def extend(self, claim: Claim, size: int, found: int) -> object:
         """See :class:`Claim`."""

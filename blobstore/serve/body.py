@@ -135,7 +135,7 @@ class BodySender:
         """Check the next blob in a block that sends this one."""
         part = parts[number] if number < len(parts) else b""
         with contextlib.ExitStack() as stack:
-            # What is wrong with it is reported when it is sent.
+            # Faults are reported when it is sent.
             with contextlib.suppress(BlobstoreError, OSError, Busy):
                 if isinstance(part, BlobPart):
                     blob = self._blobs.open(part)

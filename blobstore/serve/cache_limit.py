@@ -145,7 +145,7 @@ class CacheLimit:
                 self._forget(origin)
 
     def _forget(self, origin: Origin) -> None:
-        """Remove a record, unless it is all that keeps a model from those who may not read it.
+        """Remove a record, unless it alone hides a model from clients without access.
 
         That is a copy under another name, or one whose name was removed and can be restored.
         """

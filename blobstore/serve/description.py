@@ -140,7 +140,7 @@ def describe(
 ) -> Description:
     """Return the description of a stored model; with the files that it is served as, their parameters are counted.
 
-    What cannot be read is left out: another response says so.
+    Fields that cannot be read are left out: another response reports them.
     """
     texts = dict(small_texts(store, manifest))
     names = {layer.name for layer in manifest.layers if layer.name}

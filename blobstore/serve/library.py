@@ -50,7 +50,7 @@ LEASE_SECONDS = 600.0
 _ABSENT_SECONDS = 1.0
 """How long a commit is absent before it is looked for again. A request may ask more than once."""
 _DAMAGED_SECONDS = 5.0
-"""How long it is not looked again what a damaged model was fetched from."""
+"""Seconds before the origin of a damaged model is looked up again."""
 
 
 @dataclass(slots=True, eq=False)

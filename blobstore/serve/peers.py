@@ -1,6 +1,6 @@
 """Fetches the blobs of a model from other servers of the same kind, so that nodes of a rack feed each other.
 
-Peers are a list that the user gives; nothing is negotiated. All of it is asked at once who has a commit of a model.
+Peers are a list that the user gives; nothing is negotiated. All peers are asked at once which of them has the commit.
 Nothing that a peer says is believed: a blob must have its digest, and files that are put together from blobs
 must have the digests that the upstream lists. A peer that sends other bytes is named in the log and asked for
 nothing more of the model; one that is gone or slow is not asked for a while. Requests are marked, and a marked
@@ -428,7 +428,7 @@ class PeerFetch:
         raise BlobMissing(f"no peer has sent blob {digest}")
 
     def _judge(self, digest: Digest, size: int) -> None:
-        """Leave a peer that has sent all of a blob that is asked for again: its bytes were not those of the blob."""
+        """Drop a peer whose complete blob is requested again: its bytes were wrong."""
         with self._lock:
             liars = [one for one in self._sources if size and one.sent.get(digest, 0) >= size]
         for one in liars:

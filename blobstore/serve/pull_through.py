@@ -141,7 +141,7 @@ class PullThrough:
         self._limit.forget_removed()
 
     def close(self) -> None:
-        """End all arrivals. What they have fetched is kept for the next server."""
+        """End all arrivals. Fetched files stay for the next server."""
         with self._lock:
             self._is_closed = True
             arrivals = list(self._arrivals.values())

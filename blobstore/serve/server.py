@@ -279,7 +279,7 @@ class Server:
         except (BlobstoreError, Busy, OSError) as error:
             if transport.is_closing():
                 raise
-            # What was sent is right, so the client may go on there when the blob is repaired.
+            # The bytes so far are right, so the client may continue there when the blob is repaired.
             if not isinstance(error, BlobstoreError):
                 error = BlobstoreError(f"a blob cannot be read: {error}")
             self._note_error(exchange.request, error)

@@ -84,7 +84,7 @@ class SharedWork:
         return await self.result(object(), function, *arguments)
 
     def close(self) -> None:
-        """Begin no more work. What is begun is not waited for: it keeps nothing that its end would have to save."""
+        """Begin no more work. Work that has begun is not waited for: it has nothing to save."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, key: Hashable, job: _Job, done: asyncio.Future[Any]) -> None:

@@ -264,7 +264,7 @@ class UpstreamClient:
 
 
 def _expected(received: Iterator[bytes], span: protocol.Span, what: str) -> Iterator[bytes]:
-    """Yield the bytes of a span of a body, and no more than one piece beyond it: who counts them refuses that."""
+    """Yield the bytes of a span of a body, and at most one piece beyond it: the caller counts them and rejects the excess."""
     skip, left = span
     for whole in received:
         piece = whole[skip:]

@@ -115,7 +115,7 @@ class Visible:
         arriving = self._only(self._library.arriving.get(reference))
         if arriving is not None or not self._seen([reference]):
             return arriving
-        # What it was fetched from may not have been readable when its name was looked at.
+        # Its origin may not have been readable when its name was looked at.
         return self._only(self._library.model(reference, with_digests=with_digests))
 
     def at_commit(

@@ -1,6 +1,6 @@
 """The files of a model folder: those on disk, or those that a listing of the Hub names.
 
-What is read of a folder is decided from a tree, so that it can be decided before anything is downloaded.
+Files are selected from a tree, before anything is downloaded.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class Ingest:
             with contextlib.suppress(FileNotFoundError):
                 self._publish(path, item)
                 is_published = True
-        # What another process has published is hashed before it is used.
+        # A blob that another process has published is hashed before it is used.
         if not is_published and self.find(item.digest, item.size) is None:
             raise StoreError(
                 f"another program has changed or removed {quote(path)}", advice=RUN_AGAIN

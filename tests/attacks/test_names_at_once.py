@@ -242,7 +242,8 @@ def test_a_name_that_ingest_found_free_and_is_given_before_it_reads_the_source_s
 
     def late(*arguments: Any, **options: Any) -> blobstore.Created:
         save(stage)
-        return blobstore.create(*arguments, **options)
+        created: blobstore.Created = blobstore.create(*arguments, **options)
+        return created
 
     monkeypatch.setattr("blobstore.operations.ingest.task.create", late)
     with pytest.raises(NameTaken):

@@ -1,7 +1,7 @@
 """A stored model with changes of a trainer, as a source that is imported like any other.
 
 Only the headers are read when it is opened. The bytes of a tensor are those of the store, changed while the
-import reads them. What comes out wrong fails the import, so nothing of it gets a name.
+import reads them. A wrong result fails the import, so that nothing of it gets a name.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Installed(NamedTuple):
     """Bytes that were read from the place, or written to the store if the place is of this machine."""
     notices: tuple[str, ...] = ()
     label: str = ""
-    """What the tag of a version that is kept ends with; empty for the ID of the model."""
+    """The end of the tag of a version that is kept; empty for the ID of the model."""
 
 
 class Place(Protocol):

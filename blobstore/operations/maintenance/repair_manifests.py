@@ -70,7 +70,7 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
         data = store.read_manifest(reference)
     except BlobstoreError:
         return None
-    # What does not parse is damaged as well.
+    # A manifest that does not parse is damaged as well.
     with contextlib.suppress(InvalidManifest):
         if store.check_manifest(data, Manifest.from_bytes(data)):
             return None

@@ -145,7 +145,7 @@ def pull_order(
 
     Args:
         entries: the models.
-        store: the store that they are fetched into. What it has needs no base.
+        store: the store that they are fetched into. The models that it has need no base.
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
     """
     bases = WorkerPool(_STREAMS, None, 0).run(entries, partial(_bases, store, plain_http))

@@ -271,7 +271,7 @@ class _Push:
         send = partial(self._send, report=workers.report)
         for counts in workers.run(self._blobs, send, self._target.abort):
             self._sent.update(counts)
-        # What was lost may have included manifests, so these are sent if any blob was.
+        # If a blob was lost, manifests may have been lost too, so these are sent again.
         if not (self._dry_run or self._is_unchanged):
             self._publish = partial(self._target.publish, workers, self._sent)
 

@@ -82,7 +82,7 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePlan:
-    """What a registry must have for a model."""
+    """The manifests and blobs that a registry must have for a model."""
 
     manifests: tuple[RemoteManifest, ...] = field(repr=False)
     """In the order of the push: the last one gets the tag, and lists the others if there are any."""

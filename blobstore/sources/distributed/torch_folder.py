@@ -56,7 +56,7 @@ _FIRST_KEY = re.compile(r"((?:chained_\d+\.)?[^.]*)\.(.+)", re.DOTALL)
 _MAX_VALUES_SIZE = 64 * 2**20
 """Bytes of all items that are not tensors; more are left out."""
 _FAILURE_COST = 2**20
-"""What counts for an item that cannot be read, because finding that out can take a while."""
+"""Bytes that count for an item that cannot be read: finding that out can take a while."""
 _SHOWN = 8
 
 

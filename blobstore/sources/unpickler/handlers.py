@@ -46,7 +46,7 @@ _i32 = _fixed("<i")
 def _i32_size(state: State, position: int) -> tuple[int, int]:
     size, begin = _i32(state, position)
     if size < 0:
-        raise CheckpointDamaged(f"a length is {size}")
+        raise CheckpointDamaged(f"a negative length: {size}")
     return size, begin
 
 
