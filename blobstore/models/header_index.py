@@ -31,6 +31,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.models.tensors import QPARAMS, at_layer, only_tensor, read_tensors, tensors_of
 from blobstore.quantization.metadata import stated
 from blobstore.safetensors.header import Header
+from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.store.protocols import BlobAccess
 
-_VERSION = 3
+_INDEX = NoteKind("3")
 """Incremented when the index's format changes, so that older files are ignored."""
 
 Entry = tuple[str, "Sequence[int]", int, int]
@@ -156,8 +157,8 @@ def load_cached_index(store: BlobAccess, manifest: bytes) -> TensorIndex | None:
     """
     key = Digest.of(manifest)
     with gc_paused():
-        checksum, _, text = (store.read_index(key) or b"").partition(b"\n")
-        if checksum != str(_checksum(key, text)).encode():
+        text = store.read_note(_INDEX, key)
+        if text is None:
             return None
         try:
             # There are no floats in an index: Digest.parse raises an error for any.
@@ -223,9 +224,8 @@ def write_index(store: BlobAccess, manifest: bytes, index: TensorIndex) -> None:
     key = Digest.of(manifest)
     blobs = [(digest.hex, size) for digest, size in index.blobs]
     text = json.dumps([index.entries, blobs, index.quantized], separators=(",", ":")).encode()
-    data = f"{_checksum(key, text)}\n".encode() + text
-    if store.read_index(key) != data:
-        store.write_index(key, data)
+    if store.read_note(_INDEX, key) != text:
+        store.write_note(_INDEX, key, text)
 
 
 def rewrite_indexes(store: LocalStore, replaced: Collection[Digest]) -> None:
@@ -292,8 +292,3 @@ def _check(
         is_sound = is_sound and all(type(value) is str for value in rest)
     if not is_sound:
         raise ValueError
-
-
-def _checksum(key: Digest, text: bytes) -> Digest:
-    # Includes the key, so that the index of another model does not pass for this one's.
-    return Digest.of(f"{_VERSION} {key}\n".encode() + text)

@@ -19,6 +19,7 @@ from blobstore.operations.compare.compare import compare_models, tensor_blocks
 from blobstore.operations.compare.pairs import Pair, pair_tensors, source_tensors
 from blobstore.pages.text import shown
 from blobstore.quantization.formats import type_name
+from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ greatest, and the number of values in bins of equal width between them."""
 _BINS = 40
 _SAMPLE = 1 << 18
 """Values of a tensor that a histogram counts: all, or evenly spaced ones."""
-_VERSION = "measurement 3"
+_KIND = NoteKind("measurement 3")
 
 
 def error_of(tensor: TensorError) -> Measurement:
@@ -81,29 +82,25 @@ def measure_model(
         UnsupportedDType: numpy has no type for a tensor's elements.
     """
     names = (reference,) if base is None else (reference, base)
-    parts = [_VERSION, *(str(Digest.of(store.read_manifest(name))) for name in names)]
+    parts = [*(str(Digest.of(store.read_manifest(name))) for name in names)]
     key = Digest.of("\n".join(parts).encode())
     known = _read(store, key)
     if known is not None:
         return known
     found = _measure(store, reference, base, jobs, progress)
-    text = json.dumps(found, separators=(",", ":")).encode()
-    store.write_index(key, f"{Digest.of(text)}\n".encode() + text)
+    store.write_note(_KIND, key, json.dumps(found, separators=(",", ":")).encode())
     return found
 
 
 def _read(store: LocalStore, key: Digest) -> dict[str, Measurement] | None:
     """Return an entry of the cache; None if there is none, or it was altered."""
-    checksum, _, text = (store.read_index(key) or b"").partition(b"\n")
-    if checksum != str(Digest.of(text)).encode():
-        return None
-    try:
-        found = json.loads(text)
-        for name, item in found.items():
-            found[name] = {kind: _CHECKS[kind](value) for kind, value in item.items()}
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return None
-    return dict(found)
+    return parsed(
+        store.read_note(_KIND, key),
+        lambda found: {
+            name: {kind: _CHECKS[kind](value) for kind, value in item.items()}
+            for name, item in found.items()
+        },
+    )
 
 
 def _checked_number(value: Any) -> float | str:

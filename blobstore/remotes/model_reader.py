@@ -28,6 +28,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 from blobstore.store.blob_header import is_gguf, read_gguf_header
+from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 HEADER_REQUEST: Final = 64 * 2**10
 """Bytes of a blob that are fetched to read its header; larger headers take a second request."""
 _LENGTH = struct.Struct("<Q")
+_HEADERS: Final = NoteKind("headers of remote blobs 1")
 _STREAMS: Final = capacity.HEADERS.most
 
 
@@ -231,11 +233,11 @@ class RemoteReader:
         ids = [[digest.hex, size] for digest, size in blobs]
         key = Digest.of(
             # A path may be other bytes than UTF-8.
-            strict_json.dumps(["headers", addresses, ids]).encode(errors="surrogateescape")
+            strict_json.dumps([addresses, ids]).encode(errors="surrogateescape")
         )
         self._index_keys.add(key)
         digests = {digest for digest, _ in blobs}
-        cached = self._local.read_index(key) if self._local is not None else None
+        cached = self._local.read_note(_HEADERS, key) if self._local is not None else None
         known = unpack_headers(cached, digests)
         is_cached = digests <= known.keys()
         # The remote may have all headers in one object.
@@ -258,14 +260,14 @@ class RemoteReader:
         self.starts |= found
         # Only a complete set is cached, so that errors are not.
         if self._local is not None and len(found) == len(starts) and not is_cached:
-            self._local.write_index(key, pack_headers(found))
+            self._local.write_note(_HEADERS, key, pack_headers(found))
         return starts
 
     def forget_headers(self) -> None:
         """Remove from the local cache headers of which one is not that of its blob."""
         if self._local is not None:
             for key in self._index_keys:
-                self._local.remove_index(key)
+                self._local.remove_note(_HEADERS, key)
 
     def _start(self, digest: Digest, size: int, budget: limits.Budget) -> bytes | Damaged:
         """Return the header of a remote blob with its prefix, or the error that reading it raised."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from blobstore.core import strict_json
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
@@ -14,6 +15,7 @@ from blobstore.registry.layouts.oci import plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.remotes.checked_pieces import CheckedPieces, PushedBlob
 from blobstore.remotes.model_metadata import model_metadata
+from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     Hashing = Callable[[int, int], WorkerPool]
     """Returns the workers that hash so many bytes, given those of later steps too."""
+
+_TAR: Final = NoteKind("tar layer 1")
+"""Of the digests of tar layers."""
 
 
 def plan_for_registry(
@@ -75,9 +80,8 @@ def _tar_digests(store: LocalStore, tars: Sequence[TarLayer], hashing: Hashing) 
     """
     digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
     for tar in tars:
-        # A wrong entry is found when the tar is sent, because its bytes are hashed then.
-        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no entry
-            digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
+        # A wrong note is found when the tar is sent, because its bytes are hashed then.
+        digests[tar] = parsed(store.read_note(_TAR, tar.key), Digest.parse)
     unknown = [tar for tar, digest in digests.items() if digest is None]
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
 
@@ -96,7 +100,7 @@ def _tar_digests(store: LocalStore, tars: Sequence[TarLayer], hashing: Hashing) 
 
     for tar, digest in zip(unknown, workers.run(unknown, hash_tar), strict=True):
         digests[tar] = digest
-        store.write_index(tar.key, str(digest).encode())
+        store.write_note(_TAR, tar.key, strict_json.dumps(str(digest)).encode())
     return [digest for digest in digests.values() if digest is not None]
 
 

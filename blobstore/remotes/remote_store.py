@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from blobstore.store.blob_ranges import BlobRange, LoadedRanges
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.local import LocalStore
+    from blobstore.store.notes import NoteKind
     from blobstore.store.verified_cache import VerifiedBlobs
 
 
@@ -282,10 +283,10 @@ class RemoteStore:
         del region
         return self._reader.read_headers(blobs)
 
-    def read_index(self, key: Digest) -> None:
+    def read_note(self, kind: NoteKind, key: Digest) -> None:
         """Return None: what the local store knows of blobs that it lacks was never checked."""
 
-    def write_index(self, key: Digest, data: bytes) -> None:
+    def write_note(self, kind: NoteKind, key: Digest, data: bytes) -> None:
         """Do nothing: the headers of blobs that were not read completely were not checked."""
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.files import make_folders, read_regular, write_file
+from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError
 from blobstore.registry.upload import UploadSession
+from blobstore.store.notes import NoteKind, read_own, write_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_REPOSITORIES: Final = 32
 """Per registry; the oldest are forgotten first."""
-_MAX_ENTRY: Final = 64 * 2**20
+_NOTE: Final = NoteKind("transfers 1")
 _UPLOAD: Final = "upload-"
 
 
@@ -73,7 +73,7 @@ class PushCache:
         """Return the unfinished upload of a blob, if there is one."""
         if self._lock is None:
             return None
-        match read_note(self._upload(digest)):
+        match read_own(self._upload(digest), _NOTE):
             case {"url": str(url), "offset": int(offset)}:
                 return UploadSession(url, offset)
         return None
@@ -81,9 +81,8 @@ class PushCache:
     def keep_session(self, digest: Digest, session: UploadSession) -> None:
         """Remember an unfinished upload."""
         if self._lock is not None:
-            write_note(
-                self._upload(digest), self._root, {"url": session.url, "offset": session.offset}
-            )
+            value = {"url": session.url, "offset": session.offset}
+            write_own(self._upload(digest), self._root, _NOTE, value)
 
     def forget_session(self, digest: Digest) -> None:
         """Forget an upload."""
@@ -114,14 +113,14 @@ class PushCache:
         # The repository moves to the end, so that the oldest are forgotten first.
         blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
         known[self._repository] = list(blobs)
-        write_note(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))
+        write_own(self._registry, self._root, _NOTE, dict(list(known.items())[-_MAX_REPOSITORIES:]))
 
     @property
     def _registry(self) -> Path:
         return self._folder / f"registry-{Digest.of(self._host.encode()).hex}"
 
     def _pushed(self) -> dict[str, list[str]]:
-        value = read_note(self._registry)
+        value = read_own(self._registry, _NOTE)
         is_sound = isinstance(value, dict) and all(
             isinstance(blobs, list) and all(isinstance(blob, str) for blob in blobs)
             for blobs in value.values()
@@ -147,7 +146,7 @@ class PullRecord(NamedTuple):
     @classmethod
     def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
         """Return the entry about a name; None without one, or if the name has another model by now."""
-        match read_note(_pulled(store, reference)):
+        match read_own(_pulled(store, reference), _NOTE):
             case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
                 with contextlib.suppress(BlobstoreError):
                     if manifest == str(Digest.of(store.read_manifest(reference))):
@@ -156,25 +155,8 @@ class PullRecord(NamedTuple):
 
     def keep(self, store: LocalStore, reference: Reference) -> None:
         """Remember it for a name."""
-        write_note(_pulled(store, reference), store.root, self._asdict())
+        write_own(_pulled(store, reference), store.root, _NOTE, self._asdict())
 
 
 def _pulled(store: LocalStore, reference: Reference) -> Path:
     return store.folder("remotes") / f"pulled-{Digest.of(str(reference).encode()).hex}"
-
-
-def write_note(path: Path, root: Path, value: Mapping[str, Any]) -> None:
-    """Write an entry, unless the store cannot be written, or it has an address that is not UTF-8."""
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-        make_folders(path.parent, root, durable=False)
-        write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
-
-
-def read_note(path: Path) -> Any:
-    """Return an entry that this user has written; None if it is missing or malformed."""
-    try:
-        if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
-            return None
-        return strict_json.loads(read_regular(path, _MAX_ENTRY))
-    except (OSError, ValueError, BlobstoreError):
-        return None

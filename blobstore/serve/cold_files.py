@@ -7,7 +7,7 @@ its digest noted with the version of the file: one that was frozen again since i
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import BlobId, Digest
@@ -17,6 +17,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.operations.transfer.send_cold import ColdFile
 from blobstore.remotes.cold_layers import ColdLayer, base_of
 from blobstore.serve.messages import Content, StoredPart
+from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
 
-_NOTE = "served cold files 1"
+_NOTE = NoteKind("served cold files 1", ".cold")
 _Notes = dict[str, tuple[FileVersion, Digest]]
 """Versions and digests of cold files, by the hex digests of their blobs."""
 
@@ -57,8 +58,7 @@ def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest)
     """Return the cold files of a model's blobs; damaged ones are left out. ``key`` stands for the model."""
     version = cold_version(store)
     cold = [blob.id for blob in blobs if store.has_cold(blob.digest)]
-    note = Digest.of(f"{_NOTE} {key}".encode())
-    known = _read_notes(store.read_index(note))
+    known = parsed(store.read_note(_NOTE, key), _noted) or {}
     found: _Notes = {}
     layers, contents = [], []
     pool = WorkerPool(None, None, 0)
@@ -70,7 +70,7 @@ def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest)
             found[layer.blob.digest.hex] = part.version, layer.stored.digest
     if found != known:
         value = {name: [list(one), str(digest)] for name, (one, digest) in found.items()}
-        store.write_index(note, strict_json.dumps(value).encode())
+        store.write_note(_NOTE, key, strict_json.dumps(value).encode())
     return ColdFiles(version, tuple(layers), tuple(contents))
 
 
@@ -95,13 +95,8 @@ def _listed(store: LocalStore, blob: BlobId, known: _Notes) -> tuple[ColdLayer, 
     return layer, StoredPart(blob.digest, size, 0, size, version)
 
 
-def _read_notes(data: bytes | None) -> _Notes:
-    """Return what was noted; nothing without a note, or if it is damaged."""
-    try:
-        value = strict_json.loads(data or b"")
-        return {
-            name: (FileVersion(*map(int, version)), Digest.parse(digest))
-            for name, (version, digest) in value.items()
-        }
-    except (ValueError, AttributeError, TypeError):
-        return {}
+def _noted(value: Any) -> _Notes:
+    return {
+        name: (FileVersion(*map(int, version)), Digest.parse(digest))
+        for name, (version, digest) in value.items()
+    }

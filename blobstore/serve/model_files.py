@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import replace
 from itertools import count
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -20,6 +20,7 @@ from blobstore.folders.writer import read_file
 from blobstore.manifests import media_types
 from blobstore.models.contents import ModelContents
 from blobstore.serve.messages import BlobPart, Content
+from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,8 +40,7 @@ _GGUF_NAMES = {
 }
 _LAYOUT = "served files 1"
 """Changes with the bytes that a model is served as: commits and notes have it."""
-_NOTE = ".files"
-"""The end of names of the notes about models' files, which begin with the digest of the manifest."""
+_NOTE = NoteKind(_LAYOUT, ".files")
 
 
 def commit_of(manifest: Digest) -> str:
@@ -79,13 +79,12 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
     """
     if manifest.layers_of(*media_types.GGUF):
         return {name: layer.digest for name, layer in _gguf_layers(manifest).items()}
-    if (known := _noted(store.read_index(key, _NOTE))) is not None:
+    if (known := parsed(store.read_note(_NOTE, key), _noted)) is not None:
         return known
     found = folder_digests(store, manifest, "export")
     if found.hashed:
-        files = {name: str(digest) for name, digest in found.files.items()}
-        value = {"layout": _LAYOUT, "files": files}
-        store.write_index(key, strict_json.dumps(value).encode(), _NOTE)
+        value = {name: str(digest) for name, digest in found.files.items()}
+        store.write_note(_NOTE, key, strict_json.dumps(value).encode())
     return found.files
 
 
@@ -140,12 +139,5 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return merged
 
 
-def _noted(data: bytes | None) -> dict[str, Digest] | None:
-    """Return digests that were noted; None without a note, or if it is damaged or of another layout."""
-    try:
-        value = strict_json.loads(data or b"")
-        if value["layout"] != _LAYOUT:
-            return None
-        return {name: Digest.parse(spelled) for name, spelled in value["files"].items()}
-    except (ValueError, AttributeError, TypeError, LookupError):
-        return None
+def _noted(value: Any) -> dict[str, Digest]:
+    return {name: Digest.parse(spelled) for name, spelled in value.items()}

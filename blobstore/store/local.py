@@ -27,6 +27,7 @@ from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
 from blobstore.store.manifests import ManifestReader
 from blobstore.store.names import Names
+from blobstore.store.notes import pack, unpack
 from blobstore.store.partial import bytes_done, remove_partial
 from blobstore.store.remote_cache import RemoteCache
 from blobstore.store.signatures import Signatures
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import BlobId, Digest
+    from blobstore.store.notes import NoteKind
     from blobstore.store.signatures import KeptSignature
 
 
@@ -260,35 +262,36 @@ class LocalStore(ManifestReader):
         """The file that says whose signatures the models of the store need, if it exists."""
         return self._layout.policy
 
-    # The header index and the verified blobs, caches that may vanish at any time
+    # Notes and the verified blobs, caches that may vanish at any time
 
     def verified_blobs(self) -> VerifiedBlobs:
         """Return the cache of the blobs that this user has found intact."""
         return VerifiedBlobs(self)
 
-    def read_index(self, key: Digest, ending: str = "") -> bytes | None:
-        """Return the data that :meth:`write_index` stored under ``key`` and ``ending``, or None."""
+    def read_note(self, kind: NoteKind, key: Digest) -> bytes | None:
+        """Return what :meth:`write_note` stored of a kind under ``key``, or None."""
         try:
-            return read_regular(self._layout.headers / f"{key.hex}{ending}", MAX_MANIFEST_SIZE)
+            note = read_regular(self._note_path(kind, key), MAX_MANIFEST_SIZE)
         except (OSError, BlobstoreError):
             return None
+        return unpack(kind, key, note)
 
-    def write_index(self, key: Digest, data: bytes, ending: str = "") -> None:
-        """Store ``data`` under ``key``, or do nothing if the store cannot be written.
-
-        If the key is the digest of a manifest, ``gc`` removes the data after the manifest. The ``ending``, such as
-        ``.files``, distinguishes what is stored about one manifest.
+    def write_note(self, kind: NoteKind, key: Digest, data: bytes) -> None:
+        """Store a note, or do nothing if the store cannot be written; see :mod:`blobstore.store.notes`.
 
         Readers call this, so it creates no folder: one of root would lock the owner out.
         """
         with contextlib.suppress(OSError):
-            # A torn index is a cache that is wrong, which its readers expect, so no sync is needed.
-            write_file(self._layout.headers / f"{key.hex}{ending}", [data], durable=False)
+            # A torn note is none, so no sync is needed.
+            write_file(self._note_path(kind, key), [pack(kind, key, data)], durable=False)
 
-    def remove_index(self, key: Digest) -> None:
-        """Remove what :meth:`write_index` stored under ``key``, if the store can be written."""
+    def remove_note(self, kind: NoteKind, key: Digest) -> None:
+        """Remove a note, if the store can be written."""
         with contextlib.suppress(OSError):
-            (self._layout.headers / key.hex).unlink(missing_ok=True)
+            self._note_path(kind, key).unlink(missing_ok=True)
+
+    def _note_path(self, kind: NoteKind, key: Digest) -> Path:
+        return self._layout.headers / f"{key.hex}{kind.ending}"
 
 
 StoreLike = LocalStore | str | os.PathLike[str] | None

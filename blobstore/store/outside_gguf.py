@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn, TypeGuard
 
+    from blobstore.store.notes import NoteKind
+
 
 class GgufFile(BlobReader):
     """A file as a store that has only its bytes: a :class:`~blobstore.store.protocols.BlobAccess`.
@@ -58,11 +60,11 @@ class GgufFile(BlobReader):
         """Return a cache that is empty and stays so."""
         return VerifiedBlobs(self)
 
-    def read_index(self, key: Digest) -> None:
-        """Return None: there is no place for an index."""
+    def read_note(self, kind: NoteKind, key: Digest) -> None:
+        """Return None: there is no place for notes."""
 
-    def write_index(self, key: Digest, data: bytes) -> None:
-        """Do nothing, as there is no place for an index."""
+    def write_note(self, kind: NoteKind, key: Digest, data: bytes) -> None:
+        """Do nothing, as there is no place for notes."""
 
     def check_digest(self, *_: object) -> NoReturn:
         """Raise UsageError, as the file has no digest."""

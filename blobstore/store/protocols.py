@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blobstore.safetensors.header import Header
     from blobstore.store.blob_ranges import BlobRange, LoadedRanges
     from blobstore.store.cold import ColdBlob, Read
+    from blobstore.store.notes import NoteKind
     from blobstore.store.verified_cache import VerifiedBlobs
 
 
@@ -165,11 +166,11 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         """Return the cache of the local blobs that were found intact."""
         ...
 
-    def read_index(self, key: Digest) -> bytes | None:
-        """Return the data that :meth:`write_index` stored under ``key``, or None."""
+    def read_note(self, kind: NoteKind, key: Digest) -> bytes | None:
+        """Return what :meth:`write_note` stored of a kind under ``key``, or None."""
         ...
 
-    def write_index(self, key: Digest, data: bytes) -> None:
+    def write_note(self, kind: NoteKind, key: Digest, data: bytes) -> None:
         """Store ``data`` under ``key``, or do nothing if that is impossible or of no use."""
         ...
 

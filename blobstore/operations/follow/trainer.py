@@ -21,12 +21,12 @@ from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.follow.patched_model import PatchedModel, TrainedModel
 from blobstore.operations.follow.places import ClosedPlace, Installed, Look
-from blobstore.remotes.transfer_cache import read_note, write_note
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_deltas import new_checksum
 from blobstore.sources.weight_versions import SINGLE, OpenChanges, WeightVersions, version_name
 from blobstore.store.names import NameUpdate, Old
+from blobstore.store.notes import NoteKind, read_own, write_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,6 +42,8 @@ SCHEMES: Final = ("slime:", "sglang:", "modelexpress:")
 _BUFFER: Final = 2**20
 _OPEN_FILES: Final = 256
 """Files of changes that are open at once: a process may not open many more."""
+
+_NOTE: Final = NoteKind("followed 1")
 
 
 class TrainerFolder(ClosedPlace):
@@ -235,7 +237,7 @@ class _Note:
     @classmethod
     def read(cls, target: Target) -> _Note | None:
         """Return the note; None without one, or if the name has another model by now."""
-        match read_note(_path(target)):
+        match read_own(_path(target), _NOTE):
             case {
                 "source": str(source),
                 "version": str(version),
@@ -262,7 +264,7 @@ class _Note:
             "first": "" if self.first is None else str(self.first),
             "state": self.state,
         }
-        write_note(_path(target), target.store.root, value)
+        write_own(_path(target), target.store.root, _NOTE, value)
 
 
 def _path(target: Target) -> Path:

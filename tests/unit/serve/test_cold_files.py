@@ -63,7 +63,7 @@ def test_a_file_is_hashed_once(cold: LocalStore, monkeypatch: pytest.MonkeyPatch
 
 def test_a_damaged_note_is_made_again(cold: LocalStore) -> None:
     files = find(cold)
-    cold.write_index(Digest.of(f"{cold_files._NOTE} {KEY}".encode()), b'{"a": [[1], "x"]}')
+    cold.write_note(cold_files._NOTE, KEY, b'{"a": [[1], "x"]}')
     assert find(cold).layers == files.layers
 
 

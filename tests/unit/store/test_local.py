@@ -31,11 +31,14 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
 from blobstore.store.names import replace_any
+from blobstore.store.notes import NoteKind
 from blobstore.store.scan import is_folder
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
 
 NAME = Reference.parse("m")
+
+KIND = NoteKind("a note 1")
 
 
 def put(store: LocalStore, data: bytes = b"config") -> Descriptor:
@@ -428,14 +431,14 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_the_index_is_a_cache(store: LocalStore) -> None:
     key = Digest.of(b"key")
     store.root.mkdir()
-    store.write_index(key, b"value")  # readers write it, and create no folders
-    assert store.read_index(key) is None
+    store.write_note(KIND, key, b"value")  # readers write it, and create no folders
+    assert store.read_note(KIND, key) is None
     assert not any(store.root.iterdir())
     store.folder("headers").mkdir(parents=True)
-    store.write_index(key, b"value")
-    assert store.read_index(key) == b"value"
-    store.write_index(key, b"other")
-    assert store.read_index(key) == b"other"
+    store.write_note(KIND, key, b"value")
+    assert store.read_note(KIND, key) == b"value"
+    store.write_note(KIND, key, b"other")
+    assert store.read_note(KIND, key) == b"other"
     assert [path.name for path in store.folder("headers").iterdir()] == [key.hex]
 
 
@@ -446,10 +449,10 @@ def test_an_index_that_is_not_a_regular_file_is_ignored(
     key = Digest.of(b"key")
     store.folder("headers").mkdir(parents=True)
     make(store.folder("headers") / key.hex)
-    assert store.read_index(key) is None
+    assert store.read_note(KIND, key) is None
     if make is Path.mkdir:
-        store.write_index(key, b"value")  # impossible, but not an error
-        assert store.read_index(key) is None
+        store.write_note(KIND, key, b"value")  # impossible, but not an error
+        assert store.read_note(KIND, key) is None
         assert len(list(store.folder("headers").iterdir())) == 1
 
 
@@ -457,7 +460,9 @@ def test_an_index_that_cannot_be_written_is_not_an_error() -> None:
     with sandbox.common_folder() as folder:
         folder.chmod(0o555)
         store = LocalStore(folder)
-        outcome = sandbox.call(lambda: store.write_index(Digest.of(b""), b""), unprivileged=True)
+        outcome = sandbox.call(
+            lambda: store.write_note(KIND, Digest.of(b""), b""), unprivileged=True
+        )
         assert outcome == "None"
         assert list(folder.iterdir()) == []
 
@@ -479,8 +484,8 @@ def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
             for use in (lambda: put(store, b"new"), lambda: publish_again(store)):
                 with pytest.raises(StoreError, match=read_only):
                     use()
-            store.write_index(Digest.of(b"key"), b"value")  # impossible, but not an error
-            assert store.read_index(Digest.of(b"key")) is None
+            store.write_note(KIND, Digest.of(b"key"), b"value")  # impossible, but not an error
+            assert store.read_note(KIND, Digest.of(b"key")) is None
             assert sorted(store.root.rglob("*")) == before
 
 
@@ -493,7 +498,7 @@ def test_a_full_disk_keeps_the_old_manifest(tmp_path: Path) -> None:
         for name in (NAME, Reference.parse("new")):
             with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
                 store.names.publish(replace_any(name), new)
-        store.write_index(Digest.of(b"key"), b"value")
+        store.write_note(KIND, Digest.of(b"key"), b"value")
         assert list(store.folder("headers").iterdir()) == []
         assert list(store.folder("temporary").iterdir()) == []
         assert list(store.references()) == [NAME]

@@ -30,9 +30,11 @@ from blobstore.registry.layouts.read import RemoteModel, read_model
 from blobstore.registry.manifest import RemoteManifest
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import PART, UploadSession
+from blobstore.remotes import transfer_cache
 from blobstore.remotes.checked_pieces import CheckedPieces
 from blobstore.remotes.transfer_cache import PushCache
 from blobstore.store.local import LocalStore
+from blobstore.store.notes import pack, unpack
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
 from tests.support.registry import Server, token_registry
@@ -203,14 +205,15 @@ def test_blobs_are_mounted_from_a_given_repository(
 def test_wrong_notes_cost_only_requests(origin: LocalStore, remote: str) -> None:
     push(origin, remote)
     (note,) = origin.folder("remotes").glob("registry-*")
-    known = json.loads(note.read_text())
+    kind, key = transfer_cache._NOTE, Digest.of(note.name.encode())
+    known = json.loads(unpack(kind, key, note.read_bytes()) or b"")
     for content in (
         b"\xff",
         b"[]",
         b'{"a": 1}',
         json.dumps({"tests/gone": [blob for blobs in known.values() for blob in blobs]}).encode(),
     ):
-        note.write_bytes(content)
+        note.write_bytes(pack(kind, key, content))
         done = push(origin, f"{remote}-{len(content)}")
         assert done.bytes_mounted == 0
         assert done.bytes_sent > 0
@@ -492,7 +495,7 @@ def test_a_store_that_cannot_be_written_is_pushed(
         raise PermissionError
 
     monkeypatch.setattr("blobstore.remotes.transfer_cache.make_folders", refuse)
-    monkeypatch.setattr("blobstore.remotes.transfer_cache.write_file", refuse)
+    monkeypatch.setattr("blobstore.store.notes.write_file", refuse)
     push(origin, remote)
     assert read_back(remote)[0].manifest == origin.read_manifest("org/Dense")
 

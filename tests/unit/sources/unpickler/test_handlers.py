@@ -164,7 +164,9 @@ def test_rejects_texts_that_are_not_utf_8(data: bytes) -> None:
 @pytest.mark.parametrize("opcode", ["BINSTRING", "LONG4"])
 def test_rejects_negative_lengths(opcode: str) -> None:
     code = {"BINSTRING": b"T", "LONG4": b"\x8b"}[opcode]
-    assert refusal(code + b"\xfe\xff\xff\xff....") == f"pickle byte 0, {opcode}: a negative length: -2"
+    assert (
+        refusal(code + b"\xfe\xff\xff\xff....") == f"pickle byte 0, {opcode}: a negative length: -2"
+    )
 
 
 def taken(data: bytes) -> int:
