@@ -91,6 +91,16 @@ def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
     assert PulledModels(store).is_public(ORIGIN.repository)
 
 
+def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_path: Path) -> None:
+    import_as(store, tmp_path, ORIGIN)
+    PulledModels(store).keep(FROM_PEER, is_public=None)
+    record_of(store, f"@{FROM_PEER.commit}").write_bytes(b"{")  # of no model in the store
+    pulled = PulledModels(store)
+    assert pulled.all() == []
+    assert not pulled.incomplete
+    assert pulled.origin(store.resolve("org/model")) is None
+
+
 def test_a_name_has_what_a_fetch_gave_it_until_it_gets_another_model(
     store: LocalStore, tmp_path: Path
 ) -> None:

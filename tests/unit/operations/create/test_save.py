@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -295,7 +296,7 @@ def test_a_process_that_is_forked_during_a_background_save_can_end(store: LocalS
         ("wait([future])", True),
         ("sys.exit(0)", True),
         ("future.exception()", False),
-        ("future.add_done_callback(lambda it: it.exception())", False),
+        ("future.add_done_callback(lambda it: (time.sleep(0.2), it.exception()))", False),
         ("asyncio.run(asked(future))", False),
     ],
 )
@@ -306,7 +307,7 @@ def test_an_error_of_a_background_save_that_nobody_asks_for_fails_the_process(
     tmp_path: Path, error: str, end: str, *, is_reported: bool
 ) -> None:
     program = f"""
-import asyncio, atexit, sys, numpy, blobstore
+import asyncio, atexit, sys, time, numpy, blobstore
 from concurrent.futures import wait
 from blobstore.store.names import Names
 
@@ -345,6 +346,25 @@ def test_a_background_save_that_succeeds_or_was_asked_for_is_not_kept(
         future.result()
     assert not _SAVES
     assert not future.cancel()
+
+
+def test_a_background_save_that_runs_was_not_asked_for(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_fail = threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        may_fail.wait()
+        raise BlobstoreError("no")
+
+    monkeypatch.setattr(Names, "publish", fail)
+    future = save(TENSORS, "m", store=store, background=True)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0)
+    assert future in _SAVES
+    may_fail.set()
+    assert isinstance(future.exception(), BlobstoreError)
+    assert future not in _SAVES
 
 
 @pytest.mark.parametrize("background", [False, True])
