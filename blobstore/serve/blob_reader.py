@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.serve.messages import BlobPart, StoredPart
+    from blobstore.store.cold import ColdBlob
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -170,9 +171,7 @@ class BlobReader:
         for chunks in blob.container.chunk_ranges(PIECE, part.size):
             first, last = max(chunks.begin, part.begin), min(chunks.end, end)
             if first < last:
-                piece = bytearray(last - first)
-                blob.read_into(first, memoryview(piece))
-                yield bytes(piece)
+                yield _decoded(blob, first, last)  # held by nothing here while the caller sends it
 
     def save(self) -> None:
         """Keep what was found intact for the next process, except by threads that are verifying now."""
@@ -198,6 +197,12 @@ class BlobReader:
             self._caches.append((self._local.cache, self._local.lock))
         with self._local.lock:
             yield self._local.cache
+
+
+def _decoded(blob: ColdBlob, begin: int, end: int) -> bytes:
+    piece = bytearray(end - begin)
+    blob.read_into(begin, memoryview(piece))
+    return bytes(piece)
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

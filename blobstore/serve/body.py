@@ -202,7 +202,9 @@ class BodySender:
                     return
                 wrote()
                 await writer.write(piece)
-            on_sent(len(piece))
+                sent = len(piece)
+                del piece  # before it is another's turn
+            on_sent(sent)
 
 
 async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, count: int) -> bool:
