@@ -188,7 +188,7 @@ def folder_contents(model: ModelContents, *, dequantize: bool = False) -> Folder
     manifest = model.manifest
     check_no_gguf(manifest)
     kinds = {layer.media_type for layer in manifest.layers}
-    if kinds.isdisjoint((media_types.TENSOR, media_types.FILE)):
+    if kinds.isdisjoint((media_types.TENSOR, media_types.FILE, media_types.JSON)):
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
     contents, stacks, record = model.tensors, model.stacks, model.record
     files = dict(model.files)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,28 +16,28 @@ from blobstore.core import capacity
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders
-from blobstore.core.workers import Cancelled, WorkerPool
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
-    BlobstoreError,
     Damaged,
     DamagedSource,
-    RemoteError,
+    InvalidManifest,
     SourceError,
     StoreBusy,
-    StoreError,
 )
+from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.arriving_file import ArrivingFile
+from blobstore.serve.fetch import Fetch
 from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.peers import read_content
 from blobstore.serve.pulled import Origin
-from blobstore.serve.refusal import Refusal
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
+from blobstore.sources.small_files import small_files
 from blobstore.store.locks import try_lock
 from blobstore.store.scan import walk_files
 
@@ -93,7 +92,7 @@ class ArrivalHost(Protocol):
         ...
 
 
-class Arrival:
+class Arrival(Fetch):
     """A model that is being fetched, on a thread of its own."""
 
     def __init__(
@@ -115,80 +114,32 @@ class Arrival:
             claim: where its files are written to, and how many bytes. It is released in the end.
             host: what the steps are reported to.
         """
-        self.reference, self.repository, self.commit = reference, repository, found.commit
+        super().__init__(store, repository, found, claim)
+        self.reference = reference
         self.model: ServedModel | None = None
         """The files, once they are listed."""
-        self.error: BlobstoreError | Refusal | None = None
         self.created: Created | None = None
-        self.listed = threading.Event()
-        """Set when the files can be served, or will not be."""
-        self.ended = threading.Event()
-        self._store, self._client, self._host = store, found.client(), host
+        self._host = host
         self._peer, self._description = found.peer, found.description
         self._giver = found.peer.name if found.peer and found.is_peer else ""
-        self._claim, self._folder = claim, claim.folder
         self._listing: Listing = {}
-        self._files: dict[str, ArrivingFile] = {}
         self._waiting: dict[str, ArrivingFile] = {}
         """Those that nobody fetches yet."""
         self._wanted: list[str] = []
         self._lock = threading.Lock()
-        self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name="arrival")
 
-    @property
-    def fetched(self) -> int:
-        """Bytes of files that the upstream has sent."""
-        return sum(file.received for file in list(self._files.values()))
-
-    @property
-    def wrong_etags(self) -> list[str]:
-        """The validators of the files of which readers may have got wrong bytes."""
-        return [file.etag for file in list(self._files.values()) if file.is_wrong]
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. Call it from any other."""
-        self._is_stopped = True
-        self._client.abort()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            with self._client:
-                self._fetch_and_import()
-        except (BlobstoreError, Refusal) as error:
-            self.error = error
-        except OSError as error:
-            self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
-        except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
-            self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
-        if not isinstance(self.error, RemoteError | Cancelled):
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._claim.release()
+    def report(self) -> None:
+        """See :class:`Fetch`."""
         self._host.ended(self)
-        failed = DamagedSource(f"{self.repository} cannot be fetched")
-        for file in self._files.values():
-            file.fail(failed)
-        # Circles of references and tracebacks would keep the files open.
-        self._files, self.model = {}, None
-        if self.error is not None:
-            self.error.with_traceback(None)
-        self.listed.set()
-        self.ended.set()
+        self.model = None
 
-    def _fetch_and_import(self) -> None:
+    def work(self) -> None:
+        """See :class:`Fetch`."""
         self._host.starting(self)
         self._listing = self._client.listing(self.repository, self.commit)
-        with self._store.writing():
-            make_folders(self._folder, self._store.root)
+        self.make_folder()
         tree = _Tree(self._folder, self._listing, self._get)
-        selection = select_files(tree, DEFAULT_OPTIONS)
-        weights = selection.weight_names()
-        names = [*selection.files, *sorted(weights)]
+        names = self._selected(tree)
         if len(names) > _MAX_FILES:
             raise SourceError(f"{self.repository} has {len(names)} files, over {_MAX_FILES}")
         files = self._claimed(names)
@@ -196,7 +147,8 @@ class Arrival:
         listed = [self._listing[name] for name in names]
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
-        origin = Origin(self.repository, self.commit, plain, self._giver)
+        others = _others(self._listing, names)
+        origin = Origin(self.repository, self.commit, plain, self._giver, others)
         self._host.files_selected(self, origin)
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
         self.model = ServedModel(
@@ -213,17 +165,38 @@ class Arrival:
         with self._host.peers.files(self, size, first=self._peer) as answers:
             self._take(answers)
             self._fetch_all()
-            self._import(tree, names, weights, large)
+            self._import(tree, names, large)
 
-    def _import(
-        self,
-        tree: _Tree,
-        names: Collection[str],
-        weights: Collection[str],
-        large: Mapping[str, str],
-    ) -> None:
+    def _selected(self, tree: _Tree) -> list[str]:
+        """Return the files that are fetched now, and imported.
+
+        Of a repository that ``create`` cannot take apart, these are its small files. Clients ask for the others.
+        """
+        try:
+            selection = select_files(tree, DEFAULT_OPTIONS)
+        except (SourceError, DamagedSource):
+            if not all(file.is_complete for file in self.files.values()):
+                raise  # the upstream has not sent what it lists
+            tree.kept = sorted(small_files(tree, tree.files_below(), []))
+            return [*tree.kept]
+        weights = selection.weight_names()
+        names = [*selection.files, *sorted(weights)]
+        if not all(name.endswith(_RESTORED) for name in weights):
+            tree.kept = names
+        return names
+
+    def _import(self, tree: _Tree, names: Sequence[str], large: Mapping[str, str]) -> None:
         update = self._host.update_of(self.reference)
-        tree.kept = () if all(name.endswith(_RESTORED) for name in weights) else names
+        try:
+            self._import_from(tree, update, large)
+        except (SourceError, DamagedSource):
+            if tree.kept is not None:
+                raise
+            # All files are those that the upstream lists. What is wrong with them is for their readers.
+            tree.kept = [name for name in names if is_valid_name(name)]
+            self._import_from(tree, update, large)
+
+    def _import_from(self, tree: _Tree, update: NameUpdate, large: Mapping[str, str]) -> None:
         source = _Folder(self._folder, DEFAULT_OPTIONS, tree)
         try:
             source.repository, source.commit = self.repository, self.commit
@@ -233,7 +206,7 @@ class Arrival:
                 update,
                 self._store,
                 ImportOptions(),
-                progress=self._check_stopped,
+                progress=self.check_stopped,
             )
         finally:
             source.close()
@@ -245,7 +218,7 @@ class Arrival:
                 content = answer.files.get(name)
                 if content is None or content.size != file.size:
                     continue
-                self._check_stopped()
+                self.check_stopped()
                 try:
                     with self._store.writing():
                         is_right = file.take(read_content(self._store, content))
@@ -253,7 +226,7 @@ class Arrival:
                     is_right = False
                 if is_right:
                     del self._waiting[name]
-                    self._fetch(file)
+                    self.fetch(file)
                 else:
                     self._host.peers.file_differs(self, answer, name)
             if not self._waiting:
@@ -264,14 +237,14 @@ class Arrival:
         new = {
             name: ArrivingFile(self._listing[name], self._claim, self._want)
             for name in names
-            if name not in self._files
+            if name not in self.files
         }
         if new:
             found = sum(file.find() for file in new.values())
             self._claim.extend(sum(file.size for file in new.values()), found)
-            self._files |= new
+            self.files |= new
             self._waiting |= new
-        return [self._files[name] for name in names]
+        return [self.files[name] for name in names]
 
     def _remove_others(self, names: Collection[str]) -> None:
         """Remove what another attempt has left and this one does not claim."""
@@ -285,11 +258,11 @@ class Arrival:
         (file,) = self._claimed([name])
         if not file.is_complete:
             del self._waiting[name]
-            self._fetch(file)
+            self.fetch(file)
 
     def _fetch_all(self) -> None:
         pool = WorkerPool(_DOWNLOADS, None, 0)
-        pool.run(range(len(self._waiting)), lambda _: self._fetch(self._next()), self._client.abort)
+        pool.run(range(len(self._waiting)), lambda _: self.fetch(self._next()), self._client.abort)
 
     def _want(self, name: str) -> None:
         with self._lock:
@@ -300,24 +273,6 @@ class Arrival:
         with self._lock:
             wanted = (name for name in self._wanted if name in self._waiting)
             return self._waiting.pop(next(wanted, next(iter(self._waiting))))
-
-    def _fetch(self, file: ArrivingFile) -> None:
-        with self._store.writing():
-            file.open()
-            for attempt in self._client.retry():
-                with attempt:
-                    if file.written < file.size:
-                        for piece in self._client.pieces(
-                            self.repository, self.commit, file.name, file.written, file.size
-                        ):
-                            file.append(piece)
-                            attempt.progress()
-                    file.finish()
-                    return
-
-    def _check_stopped(self, *_: object) -> None:
-        if self._is_stopped:
-            raise Cancelled("stopped")
 
 
 def lock_arrivals(store: LocalStore) -> int:
@@ -342,8 +297,8 @@ class _Tree(FileTree):
         super().__init__(
             root, listed={file.name: file.size for file in listing.values()}, label="the model"
         )
-        self.kept: Collection[str] = ()
-        """The files to store as they are, weights too; none to choose as usual."""
+        self.kept: Sequence[str] | None = None
+        """The files to store as they are, weights too; None to choose as usual."""
         self._fetch = fetch
 
     def path(self, name: str) -> Path:
@@ -356,8 +311,19 @@ class _Folder(HuggingFaceFolder):
     """The fetched files as a source."""
 
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
-        if isinstance(tree, _Tree) and tree.kept:
+        if isinstance(tree, _Tree) and tree.kept is not None:
             tree.versions = self.versions
             self.files = [SourceFile(name, tree.path(name)) for name in tree.kept]
         else:
             super()._open_folder(tree, options)
+
+
+def _others(listing: Listing, names: Sequence[str]) -> Listing:
+    """Return the files that clients may ask for besides ``names``; none if there are too many, or they exclude each other."""
+    found = {name: file for name, file in listing.items() if is_valid_name(name)}
+    try:
+        check_paths({*found, *names})
+    except InvalidManifest:
+        return {}
+    others = {name: found[name] for name in found.keys() - set(names)}
+    return others if len(others) + len(names) <= _MAX_FILES else {}

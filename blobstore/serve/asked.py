@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+import hashlib
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_routes import tag_of
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
-from blobstore.sources.hub_listing import COMMIT
+from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.visible import Visible
+
+_MAX_REVISION: Final = 255
 
 
 class Asked(NamedTuple):
@@ -26,15 +29,21 @@ class Asked(NamedTuple):
     """The name that it has in the store, or would have."""
     repository: str
     revision: str
+    has_name: bool = True
+    """Whether a model of the store can have that name; otherwise, another one stands for it."""
 
     @classmethod
     def of(cls, repository: Reference, revision: str) -> Asked | None:
-        """Return what is asked for; None if no model of a store can have that name."""
+        """Return what is asked for; None if git allows no such revision."""
         tag = revision if COMMIT.fullmatch(revision) else tag_of(revision)
         try:
             reference = Reference(*repository.parts[:3], tag)
         except InvalidReference:
-            return None
+            if not _is_revision(revision):
+                return None
+            tag = hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
+            stand_in = Reference(*repository.parts[:3], tag)
+            return cls(stand_in, name_of(repository), revision, has_name=False)
         # Branches and tags that are one name here have to be one there too: the first to ask decides for all.
         return cls(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
 
@@ -47,7 +56,11 @@ class Asked(NamedTuple):
         """Return the same of a repository by another name."""
         name = repository_of(*repository.split("/")) or self.reference
         reference = Reference(*name.parts[:3], self.reference.tag)
-        return Asked(reference, repository, self.revision)
+        return self._replace(reference=reference, repository=repository)
+
+    def at(self, commit: str) -> Asked:
+        """Return the same repository at a commit."""
+        return Asked(Reference(*self.reference.parts[:3], commit), self.repository, commit)
 
     def held(self, visible: Visible) -> ServedModel | None:
         """Return the model that the name or the commit is now. Raises NotPrepared."""
@@ -76,3 +89,9 @@ def is_own(library: Library, reference: Reference) -> bool:
         return False
     except BlobstoreError:  # it cannot be read
         return not library.pulled.has_given(reference)
+
+
+def _is_revision(text: str) -> bool:
+    """Return whether git allows a revision, and a request to the upstream can have it."""
+    is_short = len(text) <= _MAX_REVISION and text.isprintable()
+    return is_short and REVISION.fullmatch(text) is not None

@@ -75,13 +75,13 @@ class CacheLimit:
         self,
         library: Library,
         max_size: int | None,
-        on_removed: Callable[[Origin, int], object] = lambda *_: None,
+        note: Callable[..., object] = lambda **_: None,
     ) -> None:
-        """Remove nothing yet. ``on_removed`` is called with what was removed, and the bytes that this has freed."""
+        """Remove nothing yet. ``note`` is called with the fields of a line for the log."""
         self._library, self._store, self._pulled = library, library.store, library.pulled
         self._folder = self._store.folder("arrivals")
         self._max_size = max_size
-        self._on_removed = on_removed
+        self._note = note
         self._lock = threading.Lock()
         self._claims: set[Claim] = set()
 
@@ -253,7 +253,8 @@ class CacheLimit:
                         self._store.names.remove(reference)
         freed = remove_blobs(self._store, version.only)
         self._forget(version.origin)
-        self._on_removed(version.origin, freed)
+        origin = version.origin
+        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
 
 
 _Removable = _Fetched | _BrokenOff

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_files import (
     commit_entry,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.visible import Visible
 
+_NO_SUCH_NAME: Final = "this server keeps no file of that name: it allows two folders, and letters, digits, '_', '.' and '-'"
 _MAX_PLAIN: Final = 10 << 20
 """Bytes of a file that the Hub keeps in git as it is, unless it has weights."""
 
@@ -98,7 +100,8 @@ def _content(call: Call, library: Visible) -> tuple[ServedModel, Content]:
     model = model_of(call, library, with_digests=True)
     content = model.files.get(call.path)
     if content is None:
-        raise Refusal(404, "EntryNotFound", commit=model.commit)
+        is_kept = model.origin is None or is_valid_name(call.path)
+        raise Refusal(404, "EntryNotFound", "" if is_kept else _NO_SUCH_NAME, model.commit)
     return model, content
 
 
@@ -109,6 +112,8 @@ def _resolve(call: Call, library: Visible) -> Response:
     if etag is None:
         etag = (model.digests or {})[call.path].hex
         headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
+    if call.request.method != "HEAD":
+        content = library.content(model, call.path)
     request = _whole(call.request) if library.is_distrusted(etag) else call.request
     return content_response(request, content, etag, headers, library.use(model))
 

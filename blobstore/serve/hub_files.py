@@ -51,7 +51,7 @@ def repository(call: Call) -> Reference:
 
 def model_of(call: Call, library: Visible, *, with_digests: bool = False) -> ServedModel:
     """Return the version of a repository that a request is about. Raises Refusal and NotPrepared."""
-    name, revision = repository(call), call.revision
+    name, revision = repository(call), library.resolved(call.revision)
     found = None
     if _COMMIT.fullmatch(revision):
         found = library.at_commit(name, revision, with_digests=with_digests)
@@ -81,8 +81,8 @@ def date_of(name: Reference, library: Visible) -> str:
 def commit_entry(call: Call, model: ServedModel, library: Visible) -> dict[str, Any]:
     """Return a commit as lists of files name the last one of each."""
     tag = repository(call)
-    if not _COMMIT.fullmatch(call.revision):
-        tag = Reference(*tag.parts[:3], tag_of(call.revision))
+    if not _COMMIT.fullmatch(revision := library.resolved(call.revision)):
+        tag = Reference(*tag.parts[:3], tag_of(revision))
     return {"id": model.commit, "title": f"Store {tag}", "date": date_of(tag, library)}
 
 

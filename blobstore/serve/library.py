@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Commit, Origin
+    from blobstore.sources.hub_listing import ListedFile
     from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
@@ -67,6 +68,10 @@ class ServedModel:
     origin: Origin | None = None
     """The commit of the upstream that it was fetched from, whose names it has."""
     description: Description = field(default_factory=Description)
+    absent: Mapping[str, ListedFile] = field(default_factory=dict, repr=False)
+    """Those of the files that the store lacks."""
+    completed: ServedModel | None = field(default=None, repr=False)
+    """The same with these, for those who can get them."""
 
     @property
     def commit(self) -> str:
@@ -76,7 +81,7 @@ class ServedModel:
     @property
     def plain(self) -> Mapping[str, str]:
         """The names in git of the files that are not listed as large ones."""
-        return self.origin.plain if self.origin else {}
+        return self.origin.all_plain if self.origin else {}
 
 
 class Version(NamedTuple):
@@ -178,6 +183,10 @@ class Library:
         if time.monotonic() >= until:
             raise NotPrepared(self._find_commit, repository, commit)
         return found
+
+    def forget_commit(self, repository: Reference, commit: str) -> None:
+        """Look for the versions of a commit again: there are others."""
+        self._commits.pop((repository, commit), None)
 
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
         """Return what :meth:`at_commit` has found. Raises as :meth:`model`."""
@@ -392,6 +401,7 @@ class Library:
         if key not in self._models:
             files = model_files(self.store, manifest)
             origin = self.pulled.origin(manifest)
+            origin = origin and self.pulled.with_others(origin)
             made = ServedModel(
                 key, manifest, files, None, origin, describe(self.store, manifest, files)
             )

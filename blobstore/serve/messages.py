@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from blobstore.core import strict_json
+from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +115,13 @@ class Content:
         self.parts = parts
         self._ends = list(accumulate(map(length_of, parts)))
         self.size = self._ends[-1] if parts else 0
+
+    @classmethod
+    def absent(cls, size: int) -> Self:
+        """Return the content of a file that is not here, of which only the size is known."""
+        made = cls(())
+        made.size = size
+        return made
 
     def cut(self, begin: int, end: int) -> list[Part]:
         """Return the parts of the bytes from ``begin`` to ``end``, which lie within the content."""
@@ -227,3 +237,13 @@ def has_tag(request: Request, quoted: str) -> bool:
     return listed.strip() == "*" or quoted in (
         tag.strip().removeprefix("W/") for tag in listed.split(",", 100)
     )
+
+
+def log_line(**fields: object) -> str:
+    """Return a line of JSON for the log: the time, and the fields that are not empty, escaped and shortened."""
+    shown = {
+        name: escape(value, 500) if isinstance(value, str) else value
+        for name, value in fields.items()
+        if value != ""
+    }
+    return json.dumps({"time": round(time.time(), 3), **shown})

@@ -59,6 +59,8 @@ def model_files(store: LocalStore, manifest: Manifest) -> dict[str, Content]:
     if manifest.layers_of(*media_types.GGUF):
         files = {name: whole_blob(layer) for name, layer in _gguf_layers(manifest).items()}
         return dict(sorted(files.items()))
+    if _is_empty(manifest):
+        return {}
     model = ModelContents(store, manifest)
     plan = files_of(model)
     tensors = {tensor.spec.name: tensor for tensor in plan.tensors}
@@ -79,6 +81,8 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
     """
     if manifest.layers_of(*media_types.GGUF):
         return {name: layer.digest for name, layer in _gguf_layers(manifest).items()}
+    if _is_empty(manifest):
+        return {}
     if (known := parsed(store.read_note(_NOTE, key), _noted)) is not None:
         return known
     found = folder_digests(store, manifest, "export")
@@ -86,6 +90,11 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
         value = {name: str(digest) for name, digest in found.files.items()}
         store.write_note(_NOTE, key, strict_json.dumps(value).encode())
     return found.files
+
+
+def _is_empty(manifest: Manifest) -> bool:
+    """Return whether a model was fetched of which clients have asked for no file yet."""
+    return {layer.media_type for layer in manifest.layers} == {media_types.SOURCE}
 
 
 def whole_blob(layer: Descriptor | FolderFile) -> Content:

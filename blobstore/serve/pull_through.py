@@ -15,35 +15,32 @@ upstream alone, and is kept as a digest.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core import capacity
 from blobstore.core.digest import Digest
-from blobstore.core.escape import escape
-from blobstore.errors import (
-    BlobstoreError,
-    NameTaken,
-    RemoteError,
-)
+from blobstore.errors import BlobstoreError, NameTaken, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival, lock_arrivals
 from blobstore.serve.asked import Asked, is_own, names_of
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
-from blobstore.serve.messages import PEER
+from blobstore.serve.messages import PEER, log_line
 from blobstore.serve.names import MAIN, any_tag, name_of
+from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, as_refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotFetched, OnlyHere
+from blobstore.serve.unprepared import NotFetched, OnlyHere, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
@@ -65,13 +62,9 @@ _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
 _REFUSED_SECONDS: Final = 5.0
 """How long a refusal, or a failure, is repeated to others who ask for the same."""
-_WAIT_SECONDS: Final = 8.0
-"""How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_REFUSALS: Final = 4096
 """Those that anybody can cause, by any name. Each takes about a KiB."""
-_MAX_ARRIVALS: Final = capacity.ARRIVALS.most
 _MAX_PATIENT: Final = capacity.PATIENT.most
-"""Models that are fetched at once. Each has a thread, and up to eight more."""
 
 
 class _Known(NamedTuple):
@@ -135,7 +128,8 @@ class PullThrough:
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
         self._patient = threading.Semaphore(_MAX_PATIENT)
-        self._limit = CacheLimit(library, max_size, self._removed)
+        self._limit = CacheLimit(library, max_size, self._note)
+        self._others = OtherFiles(library, self._limit, self._arrivals, self._ask, self._note)
         self._folder = lock_arrivals(self._store)
         library.pulled.own()
         self._limit.forget_removed()
@@ -144,7 +138,7 @@ class PullThrough:
         """End all arrivals. Fetched files stay for the next server."""
         with self._lock:
             self._is_closed = True
-            arrivals = list(self._arrivals.values())
+            arrivals = [*self._arrivals.values(), *self._others.running()]
         self._upstreams.close()
         self.peers.close()
         for arrival in arrivals:
@@ -155,6 +149,7 @@ class PullThrough:
         """Return the numbers in Prometheus' text format."""
         with self._lock:
             arriving = sum(arrival.fetched for arrival in self._arrivals.values())
+            arriving += self._others.fetched
             values = {
                 ("upstream_bytes_total", "counter"): self._fetched_bytes + arriving,
                 ("upstream_models_total", "counter"): self._fetched_models,
@@ -206,8 +201,11 @@ class PullThrough:
             if asked is None:
                 visible = self._repository(repository, token, everyone)
             else:
-                needs_all = is_registry and not is_choice
+                named, needs_all = asked.revision, is_registry and not is_choice
+                if not asked.has_name:  # of the store, only the commit can be asked
+                    asked = asked.at(self._judged(asked, token, self._ask)[0])
                 visible = self._version(asked, token, request.damaged, needs_all=needs_all)
+                visible = replace(visible, _revision=(named, asked.revision))
         return visible.named(requested, repository)
 
     def _asked(self, repository: Reference, revision: str | None) -> Asked | None:
@@ -251,12 +249,12 @@ class PullThrough:
 
         The version that the store has does not count if it was found ``damaged`` since it was last fetched.
         """
-        client = client_of(token)
-        self._check_refusal(asked.reference, client)
-        commit, right = self._known(asked), self._right(asked, client)
-        if commit is None or right is None:
-            raise NotFetched(self._look_up, asked, token)
+        commit, right = self._judged(asked, token, self._look_up)
         visible = Visible.of(self._library, right.opens)
+        if right.giver == UPSTREAM and not needs_all:
+            visible = replace(
+                visible, _fetch=partial(self._others.content, asked.at(commit), token)
+            )
         key = (asked.repository, commit)
         now = time.monotonic()
         failure, until = self._failures.get(key, (None, 0.0))
@@ -271,9 +269,9 @@ class PullThrough:
             held = arrival.model if is_named else None
         if arrival is not None:
             if needs_all:
-                raise NotFetched(_wait, arrival.ended)
+                raise NotFetched(wait_for, arrival.ended)
             if not arrival.listed.is_set():
-                raise NotFetched(_wait, arrival.listed)
+                raise NotFetched(wait_for, arrival.listed)
             if held is None or held.commit != commit:  # it lacks this name, or has just ended
                 raise NotFetched(self._begin, asked, commit)
         elif held is not None and held.origin and held.origin.commit == commit:
@@ -283,6 +281,17 @@ class PullThrough:
                 raise failure.again()
             raise NotFetched(self._look_up, asked, token, is_damaged)
         return visible
+
+    def _judged(
+        self, asked: Asked, token: str, ask: Callable[[Asked, str], object]
+    ) -> tuple[str, Right]:
+        """Return what a revision is, and the right to read it. Raises NotFetched if that is not known, and Refusal."""
+        client = client_of(token)
+        self._check_refusal(asked.reference, client)
+        commit, right = self._known(asked), self._right(asked, client)
+        if commit is None or right is None:
+            raise NotFetched(ask, asked, token)
+        return commit, right
 
     def _known(self, asked: Asked) -> str | None:
         """Return the commit that a revision is; None if the upstream has to be asked."""
@@ -490,11 +499,11 @@ class PullThrough:
                 return
             if (not is_damaged and self._has_named(asked, commit)) or found is None:
                 return
-            if len(self._arrivals) >= _MAX_ARRIVALS:
+            if self._others.is_full():
                 message = "the server fetches many other models; ask again later"
                 self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
                 return
-            claim = self._limit.claim(f"{asked.repository}@{commit}")
+            claim = self._limit.claim("@".join(key))
             name = asked.reference
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next((one for one, _ in names_of(self._library, asked, commit)), name)
@@ -553,6 +562,7 @@ class PullThrough:
         self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
+            self._library.forget_commit(any_tag(arrival.reference), arrival.commit)
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
@@ -582,18 +592,6 @@ class PullThrough:
         until = time.monotonic() + _REFUSED_SECONDS
         bounded(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
 
-    def _removed(self, origin: Origin, freed: int) -> None:
-        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
-
     def _note(self, **fields: object) -> None:
         if self._log is not None:
-            shown = {
-                name: escape(value, 500) if isinstance(value, str) else value
-                for name, value in fields.items()
-                if value != ""
-            }
-            self._log(json.dumps({"time": round(time.time(), 3), **shown}))
-
-
-def _wait(event: threading.Event) -> None:
-    event.wait(_WAIT_SECONDS)
+            self._log(log_line(**fields))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
@@ -20,7 +20,7 @@ from blobstore.core.files import FileVersion, make_folders, read_regular, write_
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
 from blobstore.models.source_layers import read_source_record
-from blobstore.sources.hub_listing import COMMIT
+from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
+    from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
 
 Commit = tuple[str, str]
@@ -49,6 +50,18 @@ class Origin:
     """The files that the upstream does not list as large ones, and their names in git: 40 hexadecimal digits."""
     peer: str = ""
     """The peer that said what the commit is; empty if the upstream did."""
+    others: Listing = field(default_factory=dict, repr=False)
+    """The files that were not fetched with the model, and are when somebody asks for them."""
+
+    @property
+    def all_plain(self) -> Mapping[str, str]:
+        """The same of all files of the commit."""
+        found = {one.name: one.digest for one in self.others.values() if one.algorithm == "sha1"}
+        return {**found, **self.plain}
+
+    def short(self) -> Origin:
+        """Return the same without other files, of which there may be many."""
+        return replace(self, others={})
 
     def to_bytes(self) -> bytes:
         """Return the record as JSON."""
@@ -57,6 +70,7 @@ class Origin:
             "commit": self.commit,
             "plain": dict(self.plain),
             "peer": self.peer,
+            "others": list(self.others.values()),
         }
         return strict_json.dumps(value).encode()
 
@@ -83,15 +97,29 @@ class _Record(NamedTuple):
             raise ValueError("malformed record")
         return cls(repository, origin, None if public is None else public is True)
 
+    def short(self) -> _Record:
+        """See :meth:`Origin.short`."""
+        return self if self.origin is None else self._replace(origin=self.origin.short())
+
 
 def _origin_of(value: dict[str, Any]) -> Origin:
-    made = Origin(value["repository"], value["commit"], dict(value["plain"]), value.get("peer", ""))
+    others = {name: ListedFile(name, *rest) for name, *rest in value.get("others", ())}
+    plain, peer = dict(value["plain"]), value.get("peer", "")
+    made = Origin(value["repository"], value["commit"], plain, peer, others)
     names = (made.commit, *made.plain.values())
-    if not isinstance(made.peer, str) or not all(
-        isinstance(name, str) and COMMIT.fullmatch(name) for name in names
+    if (
+        not isinstance(made.peer, str)
+        or not all(isinstance(name, str) and COMMIT.fullmatch(name) for name in names)
+        or not all(map(_is_sound, others.values()))
     ):
         raise ValueError("malformed record")
     return made
+
+
+def _is_sound(file: ListedFile) -> bool:
+    is_typed = isinstance(file.name, str) and type(file.size) is int and file.size >= 0
+    form = DIGESTS.get(file.algorithm)
+    return is_typed and form is not None and form.fullmatch(file.digest) is not None
 
 
 class PulledModels:
@@ -150,7 +178,8 @@ class PulledModels:
                 found, known = FileVersion.of(path), self._files.get(name)
                 try:
                     if known is None or found is None or known[0] != found:
-                        known = found, _Record.from_bytes(read_regular(path, _MAX_RECORD))
+                        record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
+                        known = found, record.short()
                     files[name] = known
                 except FileNotFoundError:  # removed since it was listed
                     continue
@@ -209,7 +238,7 @@ class PulledModels:
             self._write_public(origin.repository, is_public=is_public)
         self._write(self._path(origin.repository, origin.commit), origin.to_bytes())
         with self._lock:
-            records = self._records | {(origin.repository, origin.commit): origin}
+            records = self._records | {(origin.repository, origin.commit): origin.short()}
             self._set(records, self._public)
             self.incomplete.discard((origin.repository, origin.commit))
 
@@ -302,6 +331,14 @@ class PulledModels:
             BlobMissing, BlobDamaged: its source layer cannot be read.
         """
         return None if not self.records() else self.get(source_of(self._store, manifest))
+
+    def with_others(self, origin: Origin) -> Origin:
+        """Return a record with its other files, which are read for that."""
+        with contextlib.suppress(OSError, ValueError, BlobstoreError):
+            path = self._path(origin.repository, origin.commit)
+            found = _Record.from_bytes(read_regular(path, _MAX_RECORD)).origin
+            return found if found is not None and found.short() == origin else origin
+        return origin
 
     def get(self, commit: Commit | None) -> Origin | None:
         """Return the record of a commit; None if it was not fetched."""

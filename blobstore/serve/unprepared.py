@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
 Result = TypeVar("Result")
@@ -68,3 +69,12 @@ def prepared(question: Callable[[], Result]) -> Result:
 
 class OnlyHere(BlobstoreError):
     """What was found damaged is of the store's own: no other server is asked for it."""
+
+
+_WAIT_SECONDS: Final = 8.0
+"""How long a thread waits for what arrives. Clients that still wait then have to ask again."""
+
+
+def wait_for(event: threading.Event) -> None:
+    """Wait until something has arrived, but not longer than a client does."""
+    event.wait(_WAIT_SECONDS)

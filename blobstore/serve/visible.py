@@ -9,20 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from blobstore.core.digest import Digest
+from blobstore.serve.messages import Content
 from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
     from blobstore.serve.artifacts import Artifact
     from blobstore.serve.description import Description
     from blobstore.serve.library import Library, ServedModel
-    from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Origin
+    from blobstore.sources.hub_listing import ListedFile
 
 _Served = TypeVar("_Served", "ServedModel", "Artifact")
 
@@ -40,6 +41,10 @@ class Visible:
     """The repository that the client asks for, and"""
     _named: Reference | None = None
     """what it is called here."""
+    _revision: tuple[str, str] = ("", "")
+    """A revision that no tag can have, and the commit that it is."""
+    _fetch: Callable[[ServedModel, ListedFile], Content] | None = None
+    """Returns a file that the store lacks, as it arrives; None if nobody has such files."""
 
     @classmethod
     def of(cls, library: Library, opened: str = "") -> Visible:
@@ -106,6 +111,11 @@ class Visible:
 
     # Models as the Hub has them
 
+    def resolved(self, revision: str) -> str:
+        """Return the commit that a revision is which no tag can have; other revisions unchanged."""
+        named, commit = self._revision
+        return commit if revision == named else revision
+
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
         """Return what a name is now, or None if there is no such model.
 
@@ -114,9 +124,9 @@ class Visible:
         """
         arriving = self._only(self._library.arriving.get(reference))
         if arriving is not None or not self._seen([reference]):
-            return arriving
+            return self._complete(arriving)
         # Its origin may not have been readable when its name was looked at.
-        return self._only(self._library.model(reference, with_digests=with_digests))
+        return self._complete(self._only(self._library.model(reference, with_digests=with_digests)))
 
     def at_commit(
         self, repository: Reference, commit: str, *, with_digests: bool = False
@@ -127,10 +137,11 @@ class Visible:
         """
         for model in self._library.arriving_in(repository).values():
             if model.commit == commit and self.shows(model.origin):
-                return model
+                return self._complete(model)
         for version in self._library.at_commit(any_tag(repository), commit):
             if self.shows(version.origin):
-                return self._only(self._library.version(version, with_digests=with_digests))
+                found = self._library.version(version, with_digests=with_digests)
+                return self._complete(self._only(found))
         return None
 
     def commits(self, repository: Reference) -> Mapping[Reference, str]:
@@ -144,6 +155,38 @@ class Visible:
             if one not in found and self.shows(origin):
                 found[one] = origin.commit if origin else commit_of(key)
         return dict(sorted(found.items()))
+
+    def _complete(self, model: ServedModel | None) -> ServedModel | None:
+        """Return a model with the files that can be fetched, too."""
+        if model is None or model.origin is None or self._fetch is None:
+            return model
+        known = model.completed
+        if known is not None and (known.digests is None) == (model.digests is None):
+            return known
+        others = model.origin.others
+        absent = {name: file for name, file in others.items() if name not in model.files}
+        contents = {name: Content.absent(file.size) for name, file in absent.items()}
+        large = {name: file for name, file in absent.items() if file.algorithm == "sha256"}
+        digests = {name: Digest(file.digest) for name, file in large.items()}
+        model.completed = replace(
+            model,
+            files=dict(sorted({**model.files, **contents}.items())),
+            digests=None if model.digests is None else {**model.digests, **digests},
+            absent=absent,
+        )
+        return model.completed
+
+    def content(self, model: ServedModel, path: str) -> Content:
+        """Return what a file of a model has, to send it.
+
+        Raises:
+            Refusal: it cannot be fetched.
+            NotPrepared: it has to be fetched.
+        """
+        absent = model.absent.get(path)
+        if absent is None or self._fetch is None:
+            return model.files[path]
+        return self._fetch(model, absent)
 
     # Artifacts of registries
 

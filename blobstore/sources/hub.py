@@ -33,6 +33,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.file_tree import CACHED_REPOSITORY, FileTree
 from blobstore.sources.hub_listing import (
     COMMIT,
+    REVISION,
     Listing,
     cache_listing,
     cached_listing,
@@ -59,8 +60,6 @@ SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 _URL = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
-# The references that git allows, so that a revision cannot lead out of the client's cache.
-_REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
 _MAX_REPO = 96
 """The client's own limit."""
 _DOWNLOADS = 4
@@ -130,7 +129,7 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
         UsageError: ``text`` is not a Hub id.
     """
     repo, at, revision = _without_url(text).removeprefix(SCHEME).partition("@")
-    if not is_hub_id(text) or (at and not _REVISION.fullmatch(revision)):
+    if not is_hub_id(text) or (at and not REVISION.fullmatch(revision)):
         raise UsageError(
             f"not a Hub id: {quote(text)}; expected hf://org/name, hf://org/name@revision or the URL "
             "of a model's page"

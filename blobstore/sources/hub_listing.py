@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
-_DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
+REVISION = re.compile(r"(?!.*\.\.)[^\s/~^:?*\[\\-][^\s~^:?*\[\\]*")
+"""The references that git allows, so that a revision cannot lead out of a cache, or to another address."""
+DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
+"""The form of digests by algorithms."""
 _BUSY = (429, 503)
 _MAX_TRIES = 5
 _MAX_PAGES = 2000
@@ -295,7 +298,7 @@ def files_in_snapshot(snapshot: Path) -> Listing:
     for path in sorted(snapshot.rglob("*")):
         target = Path(os.path.realpath(path))
         name, digest = path.relative_to(snapshot).as_posix(), target.name
-        algorithm = next((a for a, form in _DIGESTS.items() if form.fullmatch(digest)), "")
+        algorithm = next((a for a, form in DIGESTS.items() if form.fullmatch(digest)), "")
         if target.is_file():
             found[name] = ListedFile(name, target.stat().st_size, algorithm, digest)
     return found
@@ -310,7 +313,7 @@ def listing_of(entries: Iterable[tuple[str, _Entry]]) -> Listing:
     for name, entry in entries:
         sha256, size = entry.get("lfs_sha256"), entry["size"]
         algorithm, digest = ("sha256", sha256) if sha256 else ("sha1", entry["blob_id"])
-        if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):
+        if type(size) is not int or size < 0 or not DIGESTS[algorithm].fullmatch(digest):
             raise ValueError(f"no size or digest of {quote(name)}")
         if "\0" not in name and {"", ".", ".."}.isdisjoint(name.split("/")):
             listing[name] = ListedFile(name, size, algorithm, digest)

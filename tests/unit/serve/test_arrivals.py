@@ -11,15 +11,19 @@ import pytest
 from blobstore.errors import NameConflict, RemoteError
 from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
-from blobstore.serve import upstreams
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.serve import arrivals, upstreams
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.library import Library
+from blobstore.serve.model_files import model_files
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.upstream import PATIENT, Upstream
 from blobstore.sources import selection
+from blobstore.sources.hub_listing import ListedFile
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
+from tests.support.serve import read_parts
 
 NAME = "org/model"
 WEIGHTS = "model-00002-of-00002.safetensors"
@@ -115,9 +119,56 @@ def test_a_name_that_the_store_cannot_give_is_refused_before_the_first_byte(
 def test_a_file_that_decides_is_refused_by_its_listed_size(
     through: PullThrough, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = "model.safetensors.index.json"
     monkeypatch.setattr(selection, "MAX_SMALL_FILE", 10)
-    error = arrive(through).error
-    assert "over the limit of 10" in str(error)
-    assert not any(index in asked for asked in hub.requests)
-    assert hub.sent == 0
+    assert arrive(through).error is None
+    asked = [path for path in hub.requests if "/resolve/" in path and path.startswith("GET")]
+    assert {path.rpartition("/")[2] for path in asked} == {"config.json"}
+    (origin,) = through._library.pulled.all()
+    others = through._library.pulled.with_others(origin).others
+    assert {"model.safetensors.index.json", WEIGHTS} <= others.keys()
+
+
+# Repositories that an import cannot take apart
+
+
+def test_files_that_an_import_fails_at_are_stored_as_they_are(
+    through: PullThrough, repo: Repo
+) -> None:
+    (repo.folder / WEIGHTS).write_bytes(b"no safetensors" * 100)
+    assert arrive(through).error is None
+    files = model_files(through._store, through._store.resolve(NAME))
+    assert files.keys() == {path.name for path in repo.folder.iterdir()}
+    assert read_parts(through._store, files[WEIGHTS].parts) == b"no safetensors" * 100
+    assert not verify_models(store=through._store).faults
+
+
+def test_of_a_repository_without_a_model_the_small_files_come(
+    through: PullThrough, repo: Repo
+) -> None:
+    for path in repo.folder.iterdir():
+        path.unlink()
+    (repo.folder / "tokenizer.json").write_bytes(b"{}")
+    (repo.folder / "vocab.bin.onnx").write_bytes(b"onnx")
+    assert arrive(through).error is None
+    manifest = through._store.resolve(NAME)
+    assert model_files(through._store, manifest).keys() == {"tokenizer.json"}
+    assert not verify_models(store=through._store).faults
+
+
+@pytest.mark.parametrize("name", ["a b.onnx", "a/b/c/d.onnx", "\u00e9.onnx", "x" * 256])
+def test_names_that_no_store_has_are_no_other_files(name: str) -> None:
+    listed = {one: ListedFile(one, 1, "sha1", "a" * 40) for one in (name, "d/good.onnx")}
+    assert arrivals._others(listed, ()).keys() == {"d/good.onnx"}
+
+
+def test_files_that_exclude_each_other_are_no_other_files() -> None:
+    listed = {one: ListedFile(one, 1, "sha1", "a" * 40) for one in ("a", "a/b")}
+    assert arrivals._others(listed, ()) == {}
+    assert arrivals._others({"a": listed["a"]}, ["a/b"]) == {}
+
+
+def test_others_of_too_many_files_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {one: ListedFile(one, 1, "sha1", "a" * 40) for one in "abc"}
+    monkeypatch.setattr(arrivals, "_MAX_FILES", 3)
+    assert arrivals._others(listed, ()) == listed
+    assert arrivals._others(listed, ["d"]) == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core import capacity
-from blobstore.serve import pull_through
+from blobstore.serve import other_files, pull_through
 from blobstore.serve.access import Access
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
@@ -76,8 +76,8 @@ def test_a_question_about_no_version_fetches_none(through: PullThrough, what: st
 def test_models_beyond_those_that_arrive_are_refused(
     through: PullThrough, monkeypatch: pytest.MonkeyPatch, more: int
 ) -> None:
-    assert capacity.ARRIVALS.most == pull_through._MAX_ARRIVALS
-    monkeypatch.setattr(pull_through, "_MAX_ARRIVALS", 0)
+    assert capacity.ARRIVALS.most == other_files._MOST
+    monkeypatch.setattr(other_files, "_MOST", 0)
     for _ in range(more):
         assert ask(through, "/org/model/resolve/main/config.json") == 503
     assert not through._arrivals

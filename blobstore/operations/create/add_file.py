@@ -1,0 +1,78 @@
+"""Adds a file to models that are in a store. It is stored as it is, and nothing else of them changes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from blobstore.core import strict_json
+from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken, StoreError
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import LAYERS_DIGEST, Manifest, layers_digest
+from blobstore.operations.create.files import FileLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.ingest import Ingest
+    from blobstore.store.local import LocalStore
+    from blobstore.store.names import NameUpdate
+
+
+def add_file(
+    store: LocalStore,
+    references: Iterable[Reference],
+    is_wanted: Callable[[Manifest], bool],
+    name: str,
+    path: Path,
+) -> list[Reference]:
+    """Add a file to models, and return the names of those that have got it.
+
+    Args:
+        store: the store.
+        references: the names to look at.
+        is_wanted: returns whether a model is one that gets the file.
+        name: the file's name in the models. One that has such a file keeps it.
+        path: the file.
+
+    Raises:
+        DamagedSource: the file changes while it is read.
+        BlobMissing, BlobDamaged: a model that gets the file is damaged.
+        StoreError: the store cannot be written.
+    """
+    layer = FileLayer(media_types.FILE, name, path=path, file_size=path.stat().st_size)
+    made: list[tuple[NameUpdate, Manifest]] = []
+    with store.ingest() as ingest:
+        item = ingest.add(layer.size, layer.buffers)
+        added = Descriptor(media_types.FILE, item.digest, item.size, name)
+        for reference in references:
+            update = store.names.seen(reference)  # first: what changes after it is not replaced
+            try:
+                manifest = store.resolve(reference)
+            except (ModelNotFound, InvalidManifest, StoreError):
+                continue
+            if is_wanted(manifest) and all(one.name != name for one in manifest.layers):
+                made.append((update, _with_layer(store, ingest, manifest, added)))
+        ingest.publish()
+        found = []
+        for update, manifest in made:
+            with contextlib.suppress(NameTaken):  # or removed
+                store.names.publish(update, manifest, ingest)
+                found.append(update.reference)
+    return found
+
+
+def _with_layer(
+    store: LocalStore, ingest: Ingest, manifest: Manifest, added: Descriptor
+) -> Manifest:
+    layers = (*manifest.layers, added)
+    config = manifest.config
+    value = strict_json.loads(store.read_blob(config.digest, config.size))
+    if LAYERS_DIGEST in value:
+        data = strict_json.dumps(value | {LAYERS_DIGEST: str(layers_digest(layers))}).encode()
+        item = ingest.add(len(data), lambda: [data])
+        config = Descriptor(config.media_type, item.digest, item.size)
+    return Manifest(config=config, layers=layers)

@@ -1,0 +1,224 @@
+"""Fetches the files of fetched models that their import did not take, each when a client asks for it.
+
+The import takes what it can take apart, and small files. All else that the upstream lists is stored as it is: the one
+of several quantizations that somebody wants, weights for another library, what no store knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core import capacity
+from blobstore.core.escape import quote
+from blobstore.errors import BlobstoreError, RemoteError
+from blobstore.operations.create.add_file import add_file
+from blobstore.serve.arriving_file import ArrivingFile
+from blobstore.serve.fetch import Fetch
+from blobstore.serve.messages import Content, FilePart
+from blobstore.serve.names import any_tag
+from blobstore.serve.pulled import source_of
+from blobstore.serve.refusal import Refusal, as_refusal
+from blobstore.serve.rights import bounded
+from blobstore.serve.unprepared import NotFetched, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
+    from blobstore.serve.arriving_file import Claim
+    from blobstore.serve.asked import Asked
+    from blobstore.serve.cache_limit import CacheLimit
+    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.upstreams import FoundAt
+    from blobstore.sources.hub_listing import ListedFile
+
+
+_Key = tuple[str, str, str]
+"""A repository, a commit, and the name of a file."""
+_REFUSED_SECONDS: Final = 5.0
+"""How long a failure is repeated to others who ask for the same file."""
+_MAX_FAILURES: Final = 4096
+_MOST: Final = capacity.ARRIVALS.most
+_FULL: Final = "the server fetches many other models; ask again later"
+_NOT_HERE: Final = "this server lacks the file, and the upstream does not give it now"
+
+
+class OtherFile(Fetch):
+    """A file that is being fetched, and added to the models of its commit."""
+
+    def __init__(
+        self,
+        library: Library,
+        repository: Reference,
+        name: str,
+        listed: ListedFile,
+        found: FoundAt,
+        claim: Claim,
+        host: OtherFiles,
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            library: has the models.
+            repository: theirs, in the store, with any tag.
+            name: that of the repository at the upstream.
+            listed: the file.
+            found: the version, and the server that has it.
+            claim: where the file is written to, and how many bytes.
+            host: what the end is reported to.
+        """
+        super().__init__(library.store, name, found, claim)
+        self.name = listed.name
+        self.begun = time.monotonic()
+        self._library, self._host = library, host
+        self.at, self._listed = repository, listed
+        self._file: ArrivingFile | None = None
+
+    def content(self) -> Content | None:
+        """Return the file as it arrives; None if that cannot be, or not yet."""
+        file = self._file
+        return None if file is None else Content((FilePart(file, 0, file.size),))
+
+    def work(self) -> None:
+        """See :class:`Fetch`."""
+        self.make_folder()
+        file = ArrivingFile(self._listed, self._claim)
+        self._claim.extend(file.size, file.find())
+        self.files[self.name] = self._file = file
+        self.listed.set()
+        self.fetch(file)
+        self._host.wait_for_model(self)
+        tags = self._library.listed_tags(self.at)
+        names = add_file(self._store, tags, self._is_wanted, self.name, file.path)
+        for name in names:
+            with contextlib.suppress(BlobstoreError):  # it is another model's by now
+                self._library.pulled.give(name, self._store.resolve(name))
+        if not names:
+            # The file stays for the next attempt.
+            raise RemoteError(
+                f"{self.repository}, which file {quote(self.name)} is of, is not there"
+            )
+
+    def report(self) -> None:
+        """See :class:`Fetch`."""
+        self._file = None
+        self._host.ended(self)
+
+    def _is_wanted(self, manifest: Manifest) -> bool:
+        with contextlib.suppress(BlobstoreError):  # another one is damaged
+            return source_of(self._store, manifest) == (self.repository, self.commit)
+        return False
+
+
+class OtherFiles:
+    """The files that are being fetched. Threads may share them."""
+
+    def __init__(
+        self,
+        library: Library,
+        limit: CacheLimit,
+        arrivals: Mapping[tuple[str, str], Fetch],
+        ask: Callable[[Asked, str], FoundAt | None],
+        note: Callable[..., object],
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            library: has the models.
+            limit: gives space for the files.
+            arrivals: the models that arrive now, by repository and commit.
+            ask: asks who has a commit, if the client with a token may read it now.
+            note: called with the fields of a line for the log.
+        """
+        self._library, self._limit, self._arrivals = library, limit, arrivals
+        self._ask, self._note = ask, note
+        self._fetched = 0
+        self._lock = threading.Lock()
+        self._running: dict[_Key, OtherFile] = {}
+        self._failures: dict[_Key, tuple[Refusal, float]] = {}
+
+    def running(self) -> list[OtherFile]:
+        """Return the fetches that have not ended."""
+        with self._lock:
+            return list(self._running.values())
+
+    def is_full(self) -> bool:
+        """Return whether no more models or files may arrive."""
+        return len(self._arrivals) + len(self._running) >= _MOST
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that the upstream has sent."""
+        with self._lock:
+            return self._fetched + sum(fetch.fetched for fetch in self._running.values())
+
+    def content(self, asked: Asked, token: str, model: ServedModel, listed: ListedFile) -> Content:
+        """Return a file of a model that the store lacks, as it arrives.
+
+        Raises:
+            Refusal: it cannot be fetched.
+            NotFetched: it has to be.
+        """
+        key = asked.repository, model.commit, listed.name
+        fetch = self._running.get(key)
+        if fetch is None:
+            failure, until = self._failures.get(key, (None, 0.0))
+            if failure is not None and time.monotonic() < until:
+                raise failure.again()
+            raise NotFetched(self._begin, asked, token, listed)
+        content = fetch.content()
+        if content is None:
+            raise NotFetched(wait_for, fetch.ended if fetch.listed.is_set() else fetch.listed)
+        return content
+
+    def _begin(self, asked: Asked, token: str, listed: ListedFile) -> None:
+        key = asked.repository, asked.revision, listed.name
+        found = self._ask(asked, token)
+        if found is None:
+            self._fail(key, Refusal(HTTPStatus.BAD_GATEWAY, message=_NOT_HERE))
+            return
+        if self.is_full():
+            self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=_FULL))
+            return
+        at = any_tag(asked.reference)
+        with self._lock:
+            if key in self._running:
+                return
+            claim = self._limit.claim("@".join(key))
+            fetch = OtherFile(self._library, at, asked.repository, listed, found, claim, self)
+            self._running[key] = fetch
+            fetch.start()
+
+    def wait_for_model(self, fetch: OtherFile) -> None:
+        """Wait until the model that a file is of has arrived, if it arrives: on the thread of the fetch."""
+        arrival = self._arrivals.get((fetch.repository, fetch.commit))
+        if arrival is not None:
+            arrival.ended.wait()
+
+    def ended(self, fetch: OtherFile) -> None:
+        """Let the file be served from the store, or the failure be repeated: on the thread of the fetch."""
+        key = fetch.repository, fetch.commit, fetch.name
+        self._library.distrust(fetch.wrong_etags)
+        self._library.forget_commit(fetch.at, fetch.commit)
+        if fetch.error is not None:
+            self._fail(key, as_refusal(fetch.error))
+        with self._lock:
+            del self._running[key]
+            self._fetched += fetch.fetched
+        self._note(
+            model=fetch.repository,
+            commit=fetch.commit,
+            file=fetch.name,
+            fetched=fetch.fetched,
+            seconds=round(time.monotonic() - fetch.begun, 3),
+            error=str(fetch.error or ""),
+        )
+
+    def _fail(self, key: _Key, refusal: Refusal) -> None:
+        until = time.monotonic() + _REFUSED_SECONDS
+        bounded(self._failures, _MAX_FAILURES)[key] = refusal.again(), until
