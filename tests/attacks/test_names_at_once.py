@@ -240,7 +240,7 @@ def test_a_name_that_ingest_found_free_and_is_given_before_it_reads_the_source_s
 ) -> None:
     remove_models([NAME], store=stage.store)
 
-    def late(*arguments: Any, **options: Any) -> blobstore.Created:
+    def late(*arguments: Any, **options: Any) -> Any:
         save(stage)
         created: blobstore.Created = blobstore.create(*arguments, **options)
         return created
