@@ -175,7 +175,7 @@ def test_a_name_that_the_operator_gives_while_a_model_arrives_stays_the_operator
             assert server.request(f"/api/models/{NAME}/revision/v1")[0] == 200
             own = save({"mine": np.ones(3, np.float32)}, f"{NAME}:{tag}", store=store)
             gate[1].set()
-            until(lambda: any("seconds" in entry for entry in server.log()))
+            until(lambda: any("written" in entry for entry in server.log()))
     assert store.names.version(f"{NAME}:{tag}") == own.digest
     assert (f"{NAME}:latest is a model of the store's own by now" in str(server.log())) == (
         tag == "latest"
