@@ -27,6 +27,7 @@ from blobstore.pages.text import shown
 from blobstore.pages.write import page_data
 from blobstore.serve.access import Access
 from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.refusal import Refused
 from blobstore.serve.server import run_server
 from blobstore.serve.targets import InvalidTarget, parse_target
 from blobstore.store.scan import scan_folder
@@ -93,10 +94,10 @@ class LivePage:
         self._access = Access(hosts=())
         # One at a time: each reads the whole store, or whole models, on all processors.
         self._reading, self._measuring = threading.Lock(), threading.Lock()
-        self._routes: dict[tuple[str, str], Callable[[Request, Target], Response]] = {
+        self._routes: dict[tuple[str, str], Callable[[Target], Response]] = {
             ("GET", ""): self._page,
-            ("GET", "data"): lambda request, _: json_response(request, self._data()),
-            ("GET", "state"): lambda request, _: json_response(request, live_state(store)),
+            ("GET", "data"): lambda _: json_response(self._data()),
+            ("GET", "state"): lambda _: json_response(live_state(store)),
             ("POST", "measure"): self._measure,
         }
 
@@ -105,35 +106,36 @@ class LivePage:
         del metrics
         try:
             response = self._response(request, parse_target(request.target))
+        except Refused as refused:
+            response = refused.response
         except InvalidTarget as error:
-            response = json_response(request, {"error": str(error)}, 400)
+            response = json_response({"error": str(error)}, 400)
         except BlobstoreError as error:
             status = 404 if isinstance(error, NotFound) else 500
-            response = json_response(request, {"error": shown(error)}, status)
+            response = json_response({"error": shown(error)}, status)
         return Response(response.status, {**response.headers, **_HEADERS}, response.parts)
 
     def _response(self, request: Request, target: Target) -> Response:
-        refused = self._access.refusal(request, target) or _refusal(request, target, self._token)
-        if refused is not None:
-            return refused
+        self._access.client(request, target)
+        _check(target, self._token)
         path = "/".join(target.segments[1:])
         act = self._routes.get((request.method, path))
         if act is not None:
-            return act(request, target)
+            return act(target)
         status = 405 if any(known == path for _, known in self._routes) else 404
-        return json_response(request, {"error": "the page has nothing at this address"}, status)
+        return json_response({"error": "the page has nothing at this address"}, status)
 
     def _data(self) -> dict[str, Any]:
         with self._reading:
             return page_data(self._store, self._references) | {"live": live_state(self._store)}
 
-    def _page(self, request: Request, target: Target) -> Response:
+    def _page(self, target: Target) -> Response:
         del target
         data = self._data()
         text = render_page(f"{data['root']} \u2013 blobstore", data, is_live=True)
-        return bytes_response(request, text.encode(), media_type="text/html; charset=utf-8")
+        return bytes_response(text.encode(), media_type="text/html; charset=utf-8")
 
-    def _measure(self, request: Request, target: Target) -> Response:
+    def _measure(self, target: Target) -> Response:
         name = target.first("model")
         disk = read_disk(self._store)
         found = next((item for item in disk.entries if shown(item) == name), None)
@@ -144,15 +146,16 @@ class LivePage:
         with self._measuring:
             measured = {found: measure_model(self._store, found, base)}
         views = model_views(disk, [found], parents, measured, disk.owners())
-        return json_response(request, views[name])
+        return json_response(views[name])
 
 
-def _refusal(request: Request, target: Target, token: str) -> Response | None:
-    """Return the response to a request without the token, before anything is read for it."""
-    if hmac.compare_digest(target.segments[0].encode(), token.encode()):
-        return None
-    message = "the address has no valid token; open the one that 'blobstore page --serve' printed"
-    return json_response(request, {"error": message}, 403)
+def _check(target: Target, token: str) -> None:
+    """Raise Refused for a request without the token, before anything is read for it."""
+    if not hmac.compare_digest(target.segments[0].encode(), token.encode()):
+        message = (
+            "the address has no valid token; open the one that 'blobstore page --serve' printed"
+        )
+        raise Refused(json_response({"error": message}, 403))
 
 
 def live_state(store: LocalStore) -> dict[str, Any]:

@@ -8,16 +8,16 @@ import hmac
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import UsageError
 from blobstore.serve.messages import json_response
-from blobstore.serve.refusal import unauthorized
+from blobstore.serve.refusal import Refused, unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
 
 MAX_TOKENS: Final = 10_000
@@ -28,6 +28,15 @@ _SAME_SITE = ("same-origin", "none")
 """What browsers say of addresses that a person types."""
 
 
+class Client(NamedTuple):
+    """Who asks, and may."""
+
+    has_token: bool
+    """Whether there is a token or a password, which is a right one if this server has tokens."""
+    upstream_token: str
+    """See :meth:`Access.upstream_token`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """The rules of a server. Without tokens, everyone who reaches it may read."""
@@ -36,25 +45,19 @@ class Access:
     hosts: Sequence[str] | None = None
     """The host names that a request may be for, besides addresses of this machine; None means any."""
 
-    def refusal(self, request: Request, target: Target) -> Response | None:
-        """Return the response to a request that must not be answered, or None."""
+    def client(self, request: Request, target: Target) -> Client:
+        """Return who asks. Raises Refused for a request that must not be answered."""
+        is_known = self.hosts is None or self._is_known(request.headers.get("host", ""))
         if self.tokens and self._without_own(request) is None:
-            return unauthorized(
-                request, "this server needs a token", is_registry=target.is_of_registry
-            )
+            message = "this server needs a token"
+            raise Refused(unauthorized(message, is_registry=target.is_of_registry))
         if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
-            return json_response(request, {"error": "another site has caused this request"}, 403)
-        if self.hosts is not None and not self._is_known(request.headers.get("host", "")):
+            raise Refused(json_response({"error": "another site has caused this request"}, 403))
+        if not is_known:
             # As DNS rebinding makes them: a page of another site that reads what this machine serves.
-            return json_response(
-                request, {"error": "this server does not answer for this host name"}, 421
-            )
-        return None
-
-    @staticmethod
-    def has_token(request: Request) -> bool:
-        """Return whether a client has a token or a password; who passes :meth:`refusal` has a right one."""
-        return bool(_presented(request))
+            message = "this server does not answer for this host name"
+            raise Refused(json_response({"error": message}, 421))
+        return Client(bool(_presented(request)), self.upstream_token(request))
 
     def upstream_token(self, request: Request) -> str:
         """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.

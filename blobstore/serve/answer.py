@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import ROUTES, hub_response
 from blobstore.serve.hub_routes import READS
-from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.messages import bytes_response, json_response, without_body
 from blobstore.serve.metrics import METRICS_TYPE
-from blobstore.serve.refusal import Refusal, error_response, refusal_response
+from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
 from blobstore.serve.registry import registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 from blobstore.serve.token_owners import owner_response
@@ -19,10 +19,10 @@ from blobstore.serve.visible import Visible
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blobstore.serve.access import Access
+    from blobstore.serve.access import Access, Client
     from blobstore.serve.hub_routes import Call
     from blobstore.serve.library import Library
-    from blobstore.serve.messages import Request
+    from blobstore.serve.messages import Request, Response
     from blobstore.serve.pull_through import PullThrough
     from blobstore.serve.targets import Target
 
@@ -52,35 +52,40 @@ def answer(
         BlobstoreError: the model is damaged, or the store cannot be read.
     """
     request = _in_origin_form(request)
-    try:
-        target = parse_target(request.target)
-    except InvalidTarget as error:
-        return json_response(request, {"error": str(error)}, 400)
-    if target.segments == ("healthz",):
-        return bytes_response(request, b"ok\n")
-    if (refused := access.refusal(request, target)) is not None:
-        return refused
-    if (page := _page(request, target, access, metrics, pull_through)) is not None:
-        return page
-    call = _understood(request, target)
-    if isinstance(call, Response):
-        return call
 
-    reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
-
-    def respond(respond: Callable[[], Response]) -> Response:
+    def respond(make: Callable[[], Response]) -> Response:
+        """Return a response as it is sent, or that of a refusal in the words of the client's protocol."""
         try:
-            return respond()
+            response = make()
+        except InvalidTarget as error:
+            response = json_response({"error": str(error)}, 400)
+        except Refused as refused:
+            response = refused.response
         except Refusal as refusal:
-            return refusal_response(
-                request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
+            response = refusal_response(
+                refusal,
+                is_registry=parse_target(request.target).is_of_registry,
+                reads_tokens=pull_through is not None and pull_through.reads_tokens(request),
             )
+        return without_body(request, response)
 
-    def visible() -> Visible:
-        token = access.upstream_token(request)
-        return pull_through.visible(request, target, token) if pull_through else Visible.of(library)
+    def found() -> Response:
+        target = parse_target(request.target)
+        if target.segments == ("healthz",):
+            return bytes_response(b"ok\n")
+        client = access.client(request, target)
+        if (page := _page(request, target, metrics)) is not None:
+            return page
+        if target.segments == ("api", "whoami-v2") and request.method in READS:
+            return _owner(request, access, client, pull_through)
+        call = _understood(request, target)
+        if pull_through is None:
+            visible = Visible.of(library)
+        else:
+            visible = pull_through.visible(request, target, client.upstream_token)
+        return _about_models(request, target, call, visible, respond)
 
-    return respond(lambda: _about_models(request, target, call, visible(), respond))
+    return respond(found)
 
 
 def _about_models(
@@ -105,12 +110,13 @@ def _about_models(
     raise List(lambda: respond(found), *key)
 
 
-def _owner(request: Request, access: Access, pull_through: PullThrough | None) -> Response:
+def _owner(
+    request: Request, access: Access, client: Client, pull_through: PullThrough | None
+) -> Response:
     """Return the response to a client that asks who its token belongs to. Raises NotPrepared."""
     asks = pull_through is not None and pull_through.reads_tokens(request)
     owners = pull_through.owners if pull_through and asks and not access.tokens else None
-    token = access.upstream_token(request)
-    return owner_response(request, token, owners, has_token=access.has_token(request))
+    return owner_response(client.upstream_token, owners, has_token=client.has_token)
 
 
 def _in_origin_form(request: Request) -> Request:
@@ -121,29 +127,21 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _page(
-    request: Request,
-    target: Target,
-    access: Access,
-    metrics: Callable[[], str],
-    pull_through: PullThrough | None,
-) -> Response | None:
+def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Response | None:
     """Return the response to a request that is about no model; None for others."""
     if request.method not in READS:
         return None
     if target.segments == ("",):
-        return bytes_response(request, _WELCOME)
+        return bytes_response(_WELCOME)
     if target.segments == ("metrics",):
-        return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
-    if target.segments == ("api", "whoami-v2"):
-        return _owner(request, access, pull_through)
+        return bytes_response(metrics().encode(), media_type=METRICS_TYPE)
     return None
 
 
-def _understood(request: Request, target: Target) -> Call | Response | None:
-    """Return what a client of the Hub asks for, None for one of a registry, or the response to what is not understood."""
+def _understood(request: Request, target: Target) -> Call | None:
+    """Return what a client of the Hub asks for; None for one of a registry. Raises Refused if it is not understood."""
     if not target.is_of_registry:
         return ROUTES.call(request, target)
-    if request.method in READS:
-        return None
-    return error_response(request, 405, "UNSUPPORTED", "this server only reads", _ALLOWED)
+    if request.method not in READS:
+        raise Refused(error_response(405, "UNSUPPORTED", "this server only reads", _ALLOWED))
+    return None

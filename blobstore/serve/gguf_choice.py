@@ -30,20 +30,18 @@ def wants_gguf(request: Request) -> bool:
     return request.headers.get("accept", "").strip().lower() == JSON
 
 
-def gguf_choice(
-    request: Request, repository: Reference, quantization: str, library: Visible
-) -> Response:
+def gguf_choice(repository: Reference, quantization: str, library: Visible) -> Response:
     """Return the GGUF file of a repository that has a quantization. Raises NotPrepared."""
     model = library.model(repository, with_digests=True)
     names = [name for name in model.files if name.endswith(".gguf")] if model else []
     main = _chosen([name for name in names if not _is_projector(name)], quantization)
     if model is None or main is None:
         message = "the model has no GGUF file of this quantization"
-        return error_response(request, 404, "MANIFEST_UNKNOWN", message)
+        return error_response(404, "MANIFEST_UNKNOWN", message)
     value = {"schemaVersion": 2, "mediaType": JSON, "ggufFile": _described(model, main)}
     if projector := next(filter(_is_projector, names), None):
         value["mmprojFile"] = _described(model, projector)
-    return json_response(request, value, headers=API_VERSION)
+    return json_response(value, headers=API_VERSION)
 
 
 def _chosen(names: Sequence[str], quantization: str) -> str | None:

@@ -25,7 +25,6 @@ from blobstore.serve.hub_routes import ANY, Call, Route, Routes
 from blobstore.serve.messages import Content, content_response, json_response
 from blobstore.serve.names import MAIN, name_of, repository_of
 from blobstore.serve.refusal import Refusal, no_model
-from blobstore.serve.targets import InvalidTarget
 from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
@@ -45,16 +44,14 @@ def hub_response(call: Call, library: Visible) -> Response:
 
     Raises:
         Refusal: there is no such model, revision or file.
+        InvalidTarget: a field of the query or of the body is malformed.
         NotPrepared: see there.
         BlobstoreError: the model is damaged.
     """
     asked = repository_of(*call.name) if call.name else None
     if asked is not None:
         call = call._replace(name=name_of(library.spelled(asked)).split("/"))
-    try:
-        return call.route.answer(call, library)
-    except InvalidTarget as error:
-        return json_response(call.request, {"error": str(error)}, 400)
+    return call.route.answer(call, library)
 
 
 def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
@@ -78,19 +75,19 @@ def _refs(call: Call, library: Visible) -> Response:
             tags.append(ref | {"targetCommit": commit})
     if not branches and not tags:
         raise no_model()
-    return json_response(call.request, {"branches": branches, "converts": [], "tags": tags})
+    return json_response({"branches": branches, "converts": [], "tags": tags})
 
 
 def _commits(call: Call, library: Visible) -> Response:
     """Return the commit that a revision is: a store does not know which one was before it."""
     commit = commit_entry(call, model_of(call, library), library) | {"message": "", "authors": []}
-    return json_response(call.request, [commit] if call.target.first("p", "0") == "0" else [])
+    return json_response([commit] if call.target.first("p", "0") == "0" else [])
 
 
 def _auth_check(call: Call, library: Visible) -> Response:
     if not library.has(repository(call)):
         raise no_model()
-    return json_response(call.request, {})
+    return json_response({})
 
 
 # Files

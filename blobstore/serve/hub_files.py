@@ -158,7 +158,7 @@ def tree(call: Call, library: Visible) -> Response:
     page, link = page_of(call, paths)
     last = {"lastCommit": commit_entry(call, model, library)} if call.flag("expand") else {}
     headers = {"X-Repo-Commit": model.commit, **link}
-    return json_response(call.request, _entries(model, page, last), headers=headers)
+    return json_response(_entries(model, page, last), headers=headers)
 
 
 def _inside(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterator[str]:
@@ -177,7 +177,7 @@ def paths_info(call: Call, library: Visible) -> Response:
     found = [path for path in dict.fromkeys(one.strip("/") for one in wanted) if path in there]
     last = {"lastCommit": commit_entry(call, model, library)} if is_expanded else {}
     headers = {"X-Repo-Commit": model.commit}
-    return json_response(call.request, _entries(model, found, last), headers=headers)
+    return json_response(_entries(model, found, last), headers=headers)
 
 
 def _asked_as_json(body: bytes) -> tuple[list[str], bool]:

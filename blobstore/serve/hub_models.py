@@ -60,7 +60,7 @@ def info(call: Call, library: Visible) -> Response:
         "siblings": siblings,
         "usedStorage": sum(content.size for content in model.files.values()),
     }
-    return json_response(call.request, value, headers={"X-Repo-Commit": model.commit})
+    return json_response(value, headers={"X-Repo-Commit": model.commit})
 
 
 def _described(name: Reference, description: Description, library: Visible) -> dict[str, Any]:
@@ -119,4 +119,4 @@ def list_models(call: Call, library: Visible) -> Response:
         raise InvalidTarget(f"this server cannot sort by {quote(sort)}")
     known = library.descriptions(names[name] for name in found)
     value = [_described(names[name], known[names[name]], library) for name in found]
-    return json_response(call.request, value, headers=headers)
+    return json_response(value, headers=headers)

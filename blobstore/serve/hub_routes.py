@@ -14,6 +14,7 @@ from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
 from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import MAIN
+from blobstore.serve.refusal import Refused
 from blobstore.serve.targets import InvalidTarget
 
 if TYPE_CHECKING:
@@ -112,25 +113,25 @@ class Routes:
             return self._whole[_API], (), "", ""
         return (self._whole[*_API, _REPOSITORY], names, MAIN, "") if _is_name(names) else None
 
-    def call(self, request: Request, target: Target) -> Call | Response:
-        """Return what a request asks for, or the response to one that is not understood."""
+    def call(self, request: Request, target: Target) -> Call:
+        """Return what a request asks for. Raises Refused if that is not understood."""
         found = self.find(target.segments)
         if found is None:
             status = 404 if request.method in READS else 405
-            return refused(request, status, _NO_ROUTE, READS)
+            raise _refused(status, _NO_ROUTE, READS)
         call = Call(*found, request, target)
         if request.method not in call.route.methods:
             message = f"this address takes {' and '.join(call.route.methods)}"
-            return refused(request, 405, message, call.route.methods)
+            raise _refused(405, message, call.route.methods)
         if request.method not in READS and body_type(request) not in BODIES:
-            return refused(request, 415, f"expected a body of type {' or '.join(BODIES)}")
+            raise _refused(415, f"expected a body of type {' or '.join(BODIES)}")
         known = {*call.route.reads, *call.route.ignores}
         for name in target.query if ANY not in known else ():
             if name not in known:
                 message = (
                     f"this server does not understand {quote(name)} in a query to this address"
                 )
-                return refused(request, 400, message)
+                raise _refused(400, message)
         return call
 
 
@@ -146,12 +147,12 @@ def body_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def refused(request: Request, status: int, message: str, methods: Sequence[str] = ()) -> Response:
-    """Return the response to a request that is not understood."""
+def _refused(status: int, message: str, methods: Sequence[str] = ()) -> Refused:
+    """Return the refusal of a request that is not understood."""
     headers = {"X-Error-Message": message}
     if status == 405:  # noqa: PLR2004 - method not allowed
         headers["Allow"] = ", ".join(methods)
-    return json_response(request, {"error": message}, status, headers)
+    return Refused(json_response({"error": message}, status, headers))
 
 
 def _is_name(parts: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -146,7 +146,6 @@ def length_of(part: Part) -> int:
 
 
 def json_response(
-    request: Request,
     value: Any,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
@@ -154,11 +153,10 @@ def json_response(
 ) -> Response:
     """Return a value as JSON."""
     data = strict_json.dumps(value).encode()
-    return bytes_response(request, data, status, headers, media_type)
+    return bytes_response(data, status, headers, media_type)
 
 
 def bytes_response(
-    request: Request,
     data: bytes,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
@@ -166,7 +164,12 @@ def bytes_response(
 ) -> Response:
     """Return bytes of a media type."""
     described = {"Content-Type": media_type, "Content-Length": str(len(data)), **(headers or {})}
-    return Response(status, described, () if request.method == "HEAD" else (data,))
+    return Response(status, described, (data,))
+
+
+def without_body(request: Request, response: Response) -> Response:
+    """Return the response as it is sent to the request: one to HEAD has no body."""
+    return replace(response, parts=()) if request.method == "HEAD" else response
 
 
 def content_response(

@@ -16,7 +16,7 @@ from blobstore.serve.messages import json_response
 
 if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Response
 
 REFUSALS: Final = (401, 403, 404, 410, 451)
 """What an upstream answers if there is no such thing, or not for this client."""
@@ -59,52 +59,58 @@ class Refusal(Exception):
         return self.status in REFUSALS and self.code not in {"RevisionNotFound", "EntryNotFound"}
 
 
+class Refused(Exception):
+    """A request is refused whatever models there are, with a response that is the same for all clients."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+        super().__init__(f"refused with status {response.status}")
+
+
 def no_model() -> Refusal:
     """Return the refusal of a repository that the store lacks, or does not serve."""
     return Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
 
 
-def refusal_response(
-    request: Request, refusal: Refusal, *, is_registry: bool, reads_tokens: bool
-) -> Response:
+def refusal_response(refusal: Refusal, *, is_registry: bool, reads_tokens: bool) -> Response:
     """Return the response to a request that was refused.
 
     With ``reads_tokens``, a token decides which models there are for a client.
     """
     if refusal.is_of_repository:
         if reads_tokens:
-            return unauthorized(request, _HIDDEN, is_registry=is_registry, code="RepoNotFound")
+            return unauthorized(_HIDDEN, is_registry=is_registry, code="RepoNotFound")
         refusal = no_model()
     if is_registry:
         code = _REGISTRY_CODES.get(refusal.status, "UNKNOWN")
         if refusal.is_of_repository:
             code = "NAME_UNKNOWN"
-        return error_response(request, refusal.status, code, refusal.message)
+        return error_response(refusal.status, code, refusal.message)
     headers = {"X-Error-Message": refusal.message}
     if refusal.code:
         headers["X-Error-Code"] = refusal.code
     if refusal.commit:
         headers["X-Repo-Commit"] = refusal.commit
-    return json_response(request, {"error": refusal.message}, refusal.status, headers)
+    return json_response({"error": refusal.message}, refusal.status, headers)
 
 
-def unauthorized(request: Request, message: str, *, is_registry: bool, code: str = "") -> Response:
+def unauthorized(message: str, *, is_registry: bool, code: str = "") -> Response:
     """Return the response to a request that may need a token; ``code`` is one of the Hub."""
     # Registry clients send a password only if they are asked for one.
     headers = {"WWW-Authenticate": f'{"Basic" if is_registry else "Bearer"} realm="blobstore"'}
     if is_registry:
-        return error_response(request, 401, "UNAUTHORIZED", message, headers)
+        return error_response(401, "UNAUTHORIZED", message, headers)
     if code:
         headers |= {"X-Error-Code": code, "X-Error-Message": message}
-    return json_response(request, {"error": message}, 401, headers)
+    return json_response({"error": message}, 401, headers)
 
 
 def error_response(
-    request: Request, status: int, code: str, message: str, headers: dict[str, str] | None = None
+    status: int, code: str, message: str, headers: dict[str, str] | None = None
 ) -> Response:
     """Return an error in the form of registries."""
     value = {"errors": [{"code": code, "message": message, "detail": None}]}
-    return json_response(request, value, status, API_VERSION | (headers or {}))
+    return json_response(value, status, API_VERSION | (headers or {}))
 
 
 def as_refusal(error: BlobstoreError | Refusal) -> Refusal:

@@ -55,19 +55,19 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
     """
     segments = target.segments
     if segments[1:] in ((), ("",)):
-        return json_response(request, {}, headers=API_VERSION)
+        return json_response({}, headers=API_VERSION)
     if segments[1:] == ("_catalog",):
-        return _repositories(request, target, library)
+        return _repositories(target, library)
     if not _has_route(segments):
         message = "this server does not offer what is at this address"
-        return error_response(request, 404, "UNSUPPORTED", message)
+        return error_response(404, "UNSUPPORTED", message)
     *name, action, what = segments[1:]
     asked = _repository(name, target.first("ns"))
     repository = None if asked is None else library.spelled(asked)
     if repository is None or not library.has(repository):
         raise no_model()
     if action == "tags":
-        return _tags(request, target, repository, library)
+        return _tags(target, repository, library)
     return _part(request, target, repository, (action, what), library)
 
 
@@ -88,15 +88,15 @@ def _part(
     action, what = place
     if action == "manifests":
         if wants_gguf(request):
-            return gguf_choice(request, repository, what, library)
+            return gguf_choice(repository, what, library)
         return _manifest(request, repository, what, library)
     try:
         digest = Digest.parse(what)
     except InvalidDigest:
-        return error_response(request, 404, "DIGEST_INVALID", "the digest is malformed")
+        return error_response(404, "DIGEST_INVALID", "the digest is malformed")
     if action == "blobs":
         return _blob(request, repository, digest, library)
-    return _referrers(request, target, repository, digest, library)
+    return _referrers(target, repository, digest, library)
 
 
 def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
@@ -141,15 +141,13 @@ def _manifest(request: Request, repository: Reference, what: str, library: Visib
             }
             if has_tag(request, headers["ETag"]):
                 return _unchanged(request, repository, what, library, headers)
-            return bytes_response(
-                request, manifest.data, headers=headers, media_type=manifest.media_type
-            )
+            return bytes_response(manifest.data, headers=headers, media_type=manifest.media_type)
     if candidates:
         types = " or ".join(manifest.media_type for manifest in candidates)
         message = f"the manifest is {types}, which the client does not accept"
     else:
         message = "the model has no such tag or manifest"
-    return error_response(request, 404, "MANIFEST_UNKNOWN", message)
+    return error_response(404, "MANIFEST_UNKNOWN", message)
 
 
 def _unchanged(
@@ -201,20 +199,18 @@ def _blob(request: Request, repository: Reference, digest: Digest, library: Visi
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
             use = library.use(artifact)
             return content_response(request, content, str(digest), headers, use)
-    return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
+    return error_response(404, "BLOB_UNKNOWN", "the model has no such blob")
 
 
-def _tags(request: Request, target: Target, repository: Reference, library: Visible) -> Response:
-    page, headers = _page(target, [one.tag for one in library.tags(repository)])
+def _tags(target: Target, repository: Reference, library: Visible) -> Response:
     name = "/".join(target.segments[1:-2])
-    return json_response(request, {"name": name, "tags": page}, headers=headers)
+    return _page(target, "tags", [one.tag for one in library.tags(repository)], name=name)
 
 
-def _repositories(request: Request, target: Target, library: Visible) -> Response:
+def _repositories(target: Target, library: Visible) -> Response:
     """Return the repositories, which clients read in small letters alone."""
     names = {_name_of(one).lower() for one in library.models()}
-    page, headers = _page(target, sorted(name for name in names if is_repository(name)))
-    return json_response(request, {"repositories": page}, headers=headers)
+    return _page(target, "repositories", sorted(filter(is_repository, names)))
 
 
 def _name_of(repository: Reference) -> str:
@@ -225,8 +221,8 @@ def _name_of(repository: Reference) -> str:
     return "/".join(names).replace(":", "_")
 
 
-def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
-    """Return the page of sorted names that a request is for, and its headers. Raises Refusal."""
+def _page(target: Target, kind: str, names: Sequence[str], **others: str) -> Response:
+    """Return the page of sorted names that a request is for, with other fields. Raises Refusal."""
     last, text = target.first("last"), target.first("n")
     if text and not (text.isascii() and text.isdecimal()):
         raise Refusal(400, message="n is not a number")
@@ -236,12 +232,10 @@ def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str
     if page and len(rest) > limit:
         path, after = "/".join(target.segments), quote(page[-1], safe="")
         headers["Link"] = f'</{path}?n={limit}&last={after}>; rel="next"'
-    return page, headers
+    return json_response({**others, kind: page}, headers=headers)
 
 
-def _referrers(
-    request: Request, target: Target, repository: Reference, digest: Digest, library: Visible
-) -> Response:
+def _referrers(target: Target, repository: Reference, digest: Digest, library: Visible) -> Response:
     listed: list[Any] = []
     for artifact in library.artifacts(repository, digest):
         if digest == artifact.roots[0].digest:
@@ -252,4 +246,4 @@ def _referrers(
         listed = [one for one in listed if one["artifactType"] == kind]
         headers["OCI-Filters-Applied"] = "artifactType"
     value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
-    return json_response(request, value, headers=headers, media_type=OCI_INDEX)
+    return json_response(value, headers=headers, media_type=OCI_INDEX)

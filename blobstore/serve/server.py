@@ -25,7 +25,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
-from blobstore.serve.messages import PEER, Request, Response, json_response
+from blobstore.serve.messages import PEER, Request, Response, json_response, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.serve.unprepared import List, NotFetched, NotPrepared, OnlyHere
@@ -243,7 +243,7 @@ class Server:
                 exchange.status = 413
                 return await _begun(raw, web.Response(status=413))
             exchange.request = replace(exchange.request, body=body)
-        response = await self._sound(exchange.request, answer)
+        response = without_body(exchange.request, await self._sound(exchange.request, answer))
         exchange.status = response.status
         if all(isinstance(part, bytes) for part in response.parts):
             data = b"".join(cast("Sequence[bytes]", response.parts))
@@ -303,7 +303,7 @@ class Server:
                 if any(not isinstance(part, bytes) for part in response.parts):
                     await self._sender.first(response.parts)
             except Busy:
-                return _busy(request)
+                return _busy()
             except BlobstoreError as error:
                 if str(error) != noted and not isinstance(error, OnlyHere):
                     noted = str(error)
@@ -314,7 +314,7 @@ class Server:
             else:
                 return response
         message = "the model cannot be read; the log of the server says why"
-        return json_response(request, {"error": message}, 500, {"X-Error-Message": message})
+        return json_response({"error": message}, 500, {"X-Error-Message": message})
 
     async def _awaited(self, request: Request, response: Response, answer: Answer) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
@@ -338,7 +338,7 @@ class Server:
                     made = await self._prepare(first)
                     if isinstance(first, List):
                         return cast("Response", made)
-        return _busy(request)
+        return _busy()
 
     async def _prepare(self, first: NotPrepared) -> object:
         """Wait for the work that has to be done, which all requests share. Raises Busy, TimeoutError, or as that."""
@@ -491,9 +491,9 @@ def _again(request: Request) -> Request:
     return replace(request, damaged=time.monotonic())
 
 
-def _busy(request: Request) -> Response:
+def _busy() -> Response:
     message = "the model is being prepared; ask again in a moment"
-    return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
+    return json_response({"error": message}, 503, {"Retry-After": _RETRY_AFTER})
 
 
 def _named(response: Response) -> dict[str, str]:

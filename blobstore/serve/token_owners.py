@@ -19,7 +19,7 @@ from blobstore.serve.unprepared import NotFetched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Response
     from blobstore.serve.upstreams import Upstreams
 
 _SECONDS: Final = 5.0
@@ -27,20 +27,18 @@ _SECONDS: Final = 5.0
 _MAX_KNOWN: Final = 4096
 
 
-def owner_response(
-    request: Request, token: str, owners: TokenOwners | None, *, has_token: bool
-) -> Response:
+def owner_response(token: str, owners: TokenOwners | None, *, has_token: bool) -> Response:
     """Return who a client is; ``owners`` judge its token, which the server has judged if they are None.
 
     Raises:
         NotPrepared: the upstream has to be asked.
     """
     if not has_token:
-        return unauthorized(request, "who asks has no token", is_registry=False)
+        return unauthorized("who asks has no token", is_registry=False)
     try:
         name = owners.name(token) if owners else ""
     except Refusal as refusal:
-        return json_response(request, {"error": refusal.message}, refusal.status)
+        return json_response({"error": refusal.message}, refusal.status)
     value: dict[str, Any] = {
         "type": "user",
         "id": "blobstore",
@@ -53,7 +51,7 @@ def owner_response(
             "accessToken": {"displayName": "blobstore", "role": "read"},
         },
     }
-    return json_response(request, value)
+    return json_response(value)
 
 
 class TokenOwners:

@@ -78,15 +78,17 @@ class Visible:
 
     def has(self, repository: Reference) -> bool:
         """Return whether a repository has a tag. Raises NotPrepared."""
-        if self._restricted or self._library.arriving_in(repository):
-            return bool(self.tags(repository))
-        return bool(self._library.stored_tags(repository))
+        arriving = self._library.arriving_in(repository).values()  # first: what ends is stored
+        tags = self._library.stored_tags(repository)
+        is_there = bool(self._seen(tags) if self._restricted else tags)
+        return is_there or any(self.shows(model.origin) for model in arriving)
 
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository, sorted. Raises NotPrepared."""
-        arriving = self._library.arriving_in(repository)
+        arriving = self._library.arriving_in(repository)  # first: what ends is stored
+        tags = self._library.stored_tags(repository)
         found = {one for one, model in arriving.items() if self.shows(model.origin)}
-        return sorted(found.union(self._seen(self._library.stored_tags(repository))))
+        return sorted(found.union(self._seen(tags)))
 
     def spelled(self, repository: Reference) -> Reference:
         """Return what the repository that a client asks for is called here."""

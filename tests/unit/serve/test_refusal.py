@@ -22,7 +22,7 @@ def test_only_codes_of_the_hub_are_repeated() -> None:
 @pytest.mark.parametrize("reads_tokens", [False, True])
 def test_all_refusals_of_a_repository_are_one(*, is_registry: bool, reads_tokens: bool) -> None:
     def answered(refusal: Refusal) -> Response:
-        return refusal_response(GET, refusal, is_registry=is_registry, reads_tokens=reads_tokens)
+        return refusal_response(refusal, is_registry=is_registry, reads_tokens=reads_tokens)
 
     expected = answered(Refusal(404, "RepoNotFound"))
     assert expected.status == (401 if reads_tokens else 404)
@@ -40,10 +40,10 @@ def test_what_is_missing_in_a_model_or_fails_is_named(*, reads_tokens: bool) -> 
         Refusal(502, message="nobody is there"),
         Refusal(507, message="it is too large"),
     ):
-        hub = refusal_response(GET, refusal, is_registry=False, reads_tokens=reads_tokens)
+        hub = refusal_response(refusal, is_registry=False, reads_tokens=reads_tokens)
         assert (hub.status, hub.headers["X-Error-Message"]) == (refusal.status, refusal.message)
         assert hub.headers.get("X-Error-Code", "") == refusal.code
         assert hub.headers.get("X-Repo-Commit", "") == refusal.commit
-        registry = refusal_response(GET, refusal, is_registry=True, reads_tokens=reads_tokens)
+        registry = refusal_response(refusal, is_registry=True, reads_tokens=reads_tokens)
         assert registry.status == refusal.status
         assert refusal.message in json.dumps(json_of(registry))
