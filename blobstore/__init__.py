@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.operations.create.plan import ModelPlan, QuantizeOptions
     from blobstore.operations.create.save import save
     from blobstore.operations.describe.cat import read_file
     from blobstore.operations.describe.disk_usage import StoreUsage
@@ -82,9 +82,11 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.operations.transfer.push import Pushed
     from blobstore.operations.transfer.push import push_model as push
+    from blobstore.operations.transfer.registry_target import RegistryOptions
     from blobstore.pages.write import Page
     from blobstore.pages.write import write_page as page
     from blobstore.remotes.addresses import ReadPlan
+    from blobstore.sources.base import SourceOptions
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -126,11 +128,14 @@ _HOMES = {
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
     "PushedVersion": ("blobstore.operations.follow.push_version", "PushedVersion"),
+    "QuantizeOptions": ("blobstore.operations.create.plan", "QuantizeOptions"),
     "ReadPlan": ("blobstore.remotes.addresses", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
+    "RegistryOptions": ("blobstore.operations.transfer.registry_target", "RegistryOptions"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
+    "SourceOptions": ("blobstore.sources.base", "SourceOptions"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreLike": ("blobstore.store.local", "StoreLike"),
     "StoreUsage": ("blobstore.operations.describe.disk_usage", "StoreUsage"),
@@ -213,11 +218,14 @@ __all__ = [
     "Pulled",
     "Pushed",
     "PushedVersion",
+    "QuantizeOptions",
     "ReadPlan",
     "Reference",
+    "RegistryOptions",
     "RemovedModels",
     "Repaired",
     "Signed",
+    "SourceOptions",
     "SourceRecord",
     "StoreLike",
     "StoreUsage",

@@ -14,13 +14,14 @@ from blobstore.errors import SourceNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import Unpack
 
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import CreateOptions
     from blobstore.operations.create.create_all import CreatedModel
+    from blobstore.operations.create.grouping import ExpertForm
     from blobstore.operations.create.plan import ModelPlan, PlannedTensor
+    from blobstore.quantization.policy import PolicyName
     from blobstore.store.local import LocalStore
 
 _CREATED_FIELDS = (
@@ -104,7 +105,16 @@ def command(
     is_all: bool,
     dry_run: bool,
     out: Output,
-    **choices: Unpack[CreateOptions],
+    quantize: str | None,
+    group_size: int | None,
+    policy: PolicyName,
+    overrides: tuple[str, ...],
+    experts: ExpertForm,
+    decode: bool,
+    as_is: bool,
+    paranoid: bool,
+    jobs: int | None,
+    **source_options: Any,
 ) -> None:
     """Import SOURCE into the store under NAME.
 
@@ -121,6 +131,20 @@ def command(
 
         show_parts(source, out)
         return
+    from blobstore.operations.create.plan import QuantizeOptions
+    from blobstore.sources.base import SourceOptions
+
+    choices: CreateOptions = {
+        "source_options": SourceOptions(**source_options),
+        "quantize": QuantizeOptions(
+            quantize, group_size=group_size, policy=policy, overrides=overrides
+        ),
+        "experts": experts,
+        "decode": decode,
+        "as_is": as_is,
+        "paranoid": paranoid,
+        "jobs": jobs,
+    }
     if is_all:
         if name is not None:
             raise click.UsageError("--all takes no NAME: models are named after their sources")

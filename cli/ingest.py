@@ -56,6 +56,7 @@ def command(
     create" takes. All workers must reach the sources and the store by the same paths. Models whose
     names are there already are skipped, so the same command continues what was interrupted.
     """
+    from blobstore.operations.create.plan import QuantizeOptions
     from blobstore.operations.ingest.ingest import ingest, read_list
 
     try:
@@ -69,9 +70,13 @@ def command(
     def show(model: IngestedModel, done: int, total: int) -> None:
         out.line(f"[{done}/{total}] {_as_text(model)}")
 
-    choices = {} if quant_type is None else {"quantize": quant_type}
     models = ingest(
-        items, target or store, executor=executor, retries=retries, on_done=show, **choices
+        items,
+        target or store,
+        executor=executor,
+        retries=retries,
+        on_done=show,
+        quantize=QuantizeOptions(quant_type),
     )
     failed = [model for model in models if model.error]
     written = render.human_bytes(sum(model.bytes_written for model in models))

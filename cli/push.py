@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _DEFAULTS = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+_NOT_WITH_AS = (
+    *("layout", "max_layers", "mount_from", "no_mount", "part_size", "sign_key", "plain_http"),
+    *("cold", "level", "verify", "dry_run", "streams", "limit_rate"),
+)
+"""Options that say nothing about a trainer's folder."""
 _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 
 
@@ -126,6 +131,7 @@ def command(
     """
     from blobstore.objects.address import has_tag
     from blobstore.operations.transfer.push import push_model
+    from blobstore.operations.transfer.registry_target import RegistryOptions
     from blobstore.store.name_patterns import is_pattern
 
     *names, last = words
@@ -134,14 +140,18 @@ def command(
     remote = last if names or is_all else None
     names = ["*"] if is_all else names or [last]
     chosen = arguments.models(store, names, needs_name=remote is None)
+    registry = RegistryOptions(
+        layout=layout,
+        max_layers=max_layers,
+        mount_from=mount_from,
+        mount=not no_mount,
+        part_size=part_size,
+        sign_key=sign_key,
+        plain_http=plain_http,
+        passphrase=read_passphrase,
+    )
     choices: dict[str, Any] = {
-        "layout": layout,
-        "max_layers": max_layers,
-        "mount_from": mount_from,
-        "mount": not no_mount,
-        "part_size": part_size,
-        "sign_key": sign_key,
-        "passphrase": read_passphrase,
+        "registry": registry,
         "cold": cold,
         "level": level,
         "base": base,
@@ -149,11 +159,10 @@ def command(
         "dry_run": dry_run,
         "streams": streams,
         "limit_rate": limit_rate,
-        "plain_http": plain_http,
     }
     if receiver is not None:
         given = click.get_current_context().get_parameter_source
-        unused = [name for name in choices if name != "base" and given(name) not in _DEFAULTS]
+        unused = [name for name in _NOT_WITH_AS if given(name) not in _DEFAULTS]
         if len(chosen) != 1 or remote is None or unused:
             raise UsageError("--as takes one NAME and one folder, and --base, --store and --json")
         _push_version(chosen[0], remote, receiver, base, store, out)

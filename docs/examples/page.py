@@ -92,8 +92,12 @@ def make_store(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     store, origin = folder / "models", quickstart.model_folder()
     blobstore.create(origin, "all-minilm", store=store)
-    blobstore.create(origin, "all-minilm:int8", quantize="int8", store=store)
-    blobstore.create(origin, "all-minilm:int4", quantize="int4", store=store)
+    blobstore.create(
+        origin, "all-minilm:int8", quantize=blobstore.QuantizeOptions("int8"), store=store
+    )
+    blobstore.create(
+        origin, "all-minilm:int4", quantize=blobstore.QuantizeOptions("int4"), store=store
+    )
     for seed, (name, layers) in enumerate(TUNED.items()):
         made = write_fine_tune(origin, folder / name, layers, seed)
         blobstore.create(made, f"minilm-{name}", store=store)

@@ -12,6 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.errors import BlobstoreError
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.safetensors import edit, safe_open
 from blobstore.safetensors.numpy import save_file
 from blobstore.store.local import LocalStore
@@ -39,7 +40,7 @@ class Place(NamedTuple):
 
 
 def create(place: Place) -> object:
-    return blobstore.create(place.source, "q", store=place.store, quantize="int8")
+    return blobstore.create(place.source, "q", store=place.store, quantize=QuantizeOptions("int8"))
 
 
 def pull(place: Place) -> object:

@@ -12,6 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 from tests.support.ports import free_port
@@ -77,7 +78,9 @@ def test_limit_of_a_request_is_named_and_met_by_smaller_parts(
         with pytest.raises(RemoteRefused, match="--part-size 1MiB") as caught:
             blobstore.push("m", f"{host}/nginx/limit", store=store)
         assert caught.value.status == 413
-        blobstore.push("m", f"{host}/nginx/limit", store=store, part_size=MIB)
+        blobstore.push(
+            "m", f"{host}/nginx/limit", store=store, registry=RegistryOptions(part_size=MIB)
+        )
         other = LocalStore(tmp_path / "other")
         blobstore.pull(f"{host}/nginx/limit", "m", store=other)
     assert other.read_manifest("m") == store.read_manifest("m")

@@ -20,6 +20,7 @@ from blobstore.http.retry import Patience
 from blobstore.http.rules import Rule
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.transfer.push import Pushed
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry import client as client_module
 from blobstore.registry import request_rules
 from blobstore.registry import upload as upload_module
@@ -165,7 +166,10 @@ def store(tmp_path: Path) -> LocalStore:
 
 def push(server: RawServer, store: LocalStore, path: str = "a", *, mount: bool = True) -> Pushed:
     return blobstore.push(
-        "m", f"{server.host}/{path}:v1", store=store, layout="ollama", mount=mount
+        "m",
+        f"{server.host}/{path}:v1",
+        store=store,
+        registry=RegistryOptions(layout="ollama", mount=mount),
     )
 
 
@@ -458,7 +462,13 @@ def test_refused_compressed_form_never_ends_a_pull(
     store = LocalStore(tmp_path / "store")
     add_blobs(store, "m", {"x": blob(("x", "F32", (2**14,), bytes(2**16)))})
     plain = {str(item.digest) for item in store.resolve("m").blobs}
-    blobstore.push("m", f"{server.host}/a:v1", store=store, cold=True, layout="ollama")
+    blobstore.push(
+        "m",
+        f"{server.host}/a:v1",
+        store=store,
+        cold=True,
+        registry=RegistryOptions(layout="ollama"),
+    )
     whole = blobstore.pull(f"{server.host}/a:v1", "m", store=tmp_path / "whole")
     assert whole.bytes_saved > 0
     cold = {name for _, name in registry.blobs} - plain

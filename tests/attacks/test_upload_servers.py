@@ -12,6 +12,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, ModelNotFound, RemoteError, RemoteRefused
 from blobstore.http.retry import Patience
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry import upload
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
@@ -334,7 +335,9 @@ def test_blob_that_a_server_cannot_look_at_is_uploaded_again(tmp_path: Path) -> 
             yield reply(201 if request.method == "PUT" else 404)
 
     with RawServer(serve) as registry:
-        pushed = blobstore.push("m", f"{registry.host}/a", store=store, layout="ollama")
+        pushed = blobstore.push(
+            "m", f"{registry.host}/a", store=store, registry=RegistryOptions(layout="ollama")
+        )
 
     assert pushed.bytes_sent == sum(item.size for item in store.resolve("m").blobs)
 

@@ -21,6 +21,7 @@ import torch
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as torch_engine
 from blobstore.quantization.formats import FORMATS, QuantFormat
@@ -162,9 +163,7 @@ def imports(folder: Path, source: Path, name: str, count: int) -> None:
             "m",
             store=blobstore.LocalStore(out),
             jobs=_THREADS,
-            quantize=name,
-            group_size=group_size,
-            policy="uniform",
+            quantize=QuantizeOptions(name, group_size=group_size, policy="uniform"),
         )
 
     def prepare() -> None:

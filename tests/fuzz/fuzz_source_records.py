@@ -39,6 +39,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.store.local import LocalStore
 
 from tests.fuzz.harness import run
+from tests.support.options import grouped
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +118,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(Path(folder, "store"))
         for name, options in MODELS.items():
-            create(ROOT / "tests" / "data" / "ollama" / "hf" / name, name, store=store, **options)
+            create(
+                ROOT / "tests" / "data" / "ollama" / "hf" / name,
+                name,
+                store=store,
+                **grouped(options),
+            )
         models = [(store, store.resolve(name)) for name in MODELS]
         run(lambda data: read_one(data, models), lambda seeds: write_seeds(seeds, models))
 

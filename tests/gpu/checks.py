@@ -22,6 +22,7 @@ import torch
 import blobstore
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as engine
@@ -354,7 +355,9 @@ def quantized_models(lane: Lane) -> None:
     store = LocalStore(lane.folder / "store")
     source = quantizable_folder(lane.folder / "source", lane.scale)
     for kind in ("int4", "int8", "nvfp4", "mxfp4", "mxfp8"):
-        blobstore.create(source, kind, store=store, quantize=kind, policy="uniform")
+        blobstore.create(
+            source, kind, store=store, quantize=QuantizeOptions(kind, policy="uniform")
+        )
         expected = expected_of(store, kind, dequantize=True)
         with opened(lane, store, kind, dequantize=True) as model:
             check_equal(model.state_dict(), expected)
@@ -384,7 +387,7 @@ def transformers_parameters(lane: Lane) -> None:
         name = f"{kind}-{quantize}"
         policy: Any = {"policy": "uniform"} if quantize else {}
         source = saved(lane.folder / name, kind)
-        blobstore.create(source, name, store=store, quantize=quantize, **policy)
+        blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize), **policy)
         expected = from_store(name, store=store).state_dict()
         found: Any = from_store(name, store=store, device=lane.device)
         assert {one.device.type for one in found.parameters()} == {torch.device(lane.device).type}
@@ -422,7 +425,7 @@ def host_memory(lane: Lane) -> None:
     del model
     torch.cuda.empty_cache()
     store = LocalStore(lane.folder / "store")
-    blobstore.create(lane.folder / "source", "m", store=store, quantize="int4")
+    blobstore.create(lane.folder / "source", "m", store=store, quantize=QuantizeOptions("int4"))
     shutil.rmtree(lane.folder / "source")
     from_store("m", store=store, device=lane.device)  # starts CUDA, and makes the pinned buffers
     with anonymous_growth() as growth:
@@ -462,7 +465,7 @@ def device_map(lane: Lane) -> None:
     for quantize in (None, "int4"):
         policy: Any = {"policy": "uniform"} if quantize else {}
         name = f"m-{quantize}"
-        blobstore.create(source, name, store=store, quantize=quantize, **policy)
+        blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize), **policy)
         expected = from_store(name, store=store).state_dict()
         found = from_store(name, store=store, device_map="balanced").state_dict()
         assert len({tensor.device for tensor in found.values()}) == 2

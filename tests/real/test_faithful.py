@@ -27,6 +27,7 @@ from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.real.tiny import EXPERTS, TEXT
 from tests.support.hub_server import HubServer
+from tests.support.options import grouped
 from tests.support.pack_quantized import packed_config
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ollama" / "hf"
@@ -82,7 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
 def exported(source: Path, tmp_path: Path, **options: Any) -> tuple[Path, blobstore.Exported]:
     """Return the folder that is exported after a model has been through two stores and an archive."""
     first, second = LocalStore(tmp_path / "first"), LocalStore(tmp_path / "second")
-    blobstore.create(source, "m", store=first, **options)
+    blobstore.create(source, "m", store=first, **grouped(options))
     if tmp_path in source.parents:
         shutil.rmtree(source if source.is_dir() else source.parent)
     blobstore.freeze(["m"], store=first)

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.support.models import blob
+from tests.support.options import grouped
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")
@@ -192,7 +194,7 @@ def test_mlx_lm_receives_no_array_of_a_model_that_does_not_fit(
 
     source = without_norm(saved(kind, tmp_path / "source"))
     options: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
-    blobstore.create(source, NAME, store=store, **options)
+    blobstore.create(source, NAME, store=store, **grouped(options))
     monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
     message = str(refused("mlx_lm", store))
     assert message == (
@@ -211,7 +213,7 @@ def test_mlx_lm_receives_no_array_of_quantized_layers_that_do_not_fit(
     source = saved("llama", tmp_path / "source")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
-    blobstore.create(source, NAME, store=store, quantize="int8", policy="uniform")
+    blobstore.create(source, NAME, store=store, quantize=QuantizeOptions("int8", policy="uniform"))
     monkeypatch.setattr(mlx_weights, "copied", lambda *_: pytest.fail("a tensor was copied"))
     message = str(refused("mlx_lm", store))
     assert "4 tensors of another shape: 'model.layers.0.mlp.gate_proj.weight' [64, 16]" in message
@@ -263,7 +265,7 @@ def test_absurd_numbers_in_a_config_take_no_memory(
             for what, keys in {"whole": {}, **absurd}.items():
                 names.append(name := f"{kind}-{quantize}-{what}".lower())
                 path.write_text(json.dumps(config | keys))
-                blobstore.create(source, name, store=store, quantize=quantize)
+                blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize))
 
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, library, str(store.root), *names],

@@ -36,6 +36,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
@@ -109,10 +110,9 @@ def create_as_mlx_lm_does(
         source,
         NAME,
         store=store,
-        quantize=quant_type,
-        group_size=GROUPS[quant_type],
-        policy="uniform",
-        overrides=overrides,
+        quantize=QuantizeOptions(
+            quant_type, group_size=GROUPS[quant_type], policy="uniform", overrides=overrides
+        ),
         experts=experts,
     )
 
@@ -170,10 +170,9 @@ def test_any_group_size_and_mixture_computes_the_same_as_its_folder(
         readable(saved("llama", tmp_path / "source")),
         NAME,
         store=store,
-        quantize=quant_type,
-        group_size=group_size,
-        policy="uniform",
-        overrides=overrides,
+        quantize=QuantizeOptions(
+            quant_type, group_size=group_size, policy="uniform", overrides=overrides
+        ),
     )
     export_model(NAME, tmp_path / "out", store=store)
 
@@ -206,7 +205,7 @@ def test_quantized_mixtral_computes_the_same_as_its_folder(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = readable(saved("mixtral", tmp_path / "source"))
-    blobstore.create(source, NAME, store=store, quantize="int4", policy="uniform")
+    blobstore.create(source, NAME, store=store, quantize=QuantizeOptions("int4", policy="uniform"))
     export_model(NAME, tmp_path / "out", store=store)
     ours, _ = integration.load_model(NAME, store=store)
     theirs, _ = mlx_utils.load_model(tmp_path / "out")
@@ -537,7 +536,7 @@ def served(store: LocalStore, log: Path, *options: str) -> Iterator[str]:
 
 def test_the_server_answers_from_the_store(store: LocalStore, tmp_path: Path) -> None:
     source = saved("qwen3-moe", tmp_path / "source")
-    blobstore.create(source, NAME, store=store, quantize="int4", policy="uniform")
+    blobstore.create(source, NAME, store=store, quantize=QuantizeOptions("int4", policy="uniform"))
     model, tokenizer = integration.load(NAME, store=store)
     expected = mlx_lm.generate(model, tokenizer, prompt="w5 w6 w7", max_tokens=6)
     question = {"prompt": "w5 w6 w7", "max_tokens": 6, "temperature": 0}

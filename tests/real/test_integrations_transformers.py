@@ -40,6 +40,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.frameworks import ArrayTarget
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.safetensors import cuda
@@ -174,7 +175,11 @@ def test_a_quantized_model_computes_the_same_as_its_dequantized_export(
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.bfloat16)
     blobstore.create(
-        source, "m", store=store, quantize=quant_type, policy="uniform", experts=experts
+        source,
+        "m",
+        store=store,
+        quantize=QuantizeOptions(quant_type, policy="uniform"),
+        experts=experts,
     )
     export_model(Reference.parse("m"), tmp_path / "out", store=store, dequantize=True)
     model = from_store("m", store=store)
@@ -246,7 +251,9 @@ def test_tensors_go_to_a_device_as_they_are_stored(
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.bfloat16)
     policy: Any = {"policy": "uniform"} if quant_type else {}
-    blobstore.create(source, "m", store=store, quantize=quant_type, experts=experts, **policy)
+    blobstore.create(
+        source, "m", store=store, quantize=QuantizeOptions(quant_type), experts=experts, **policy
+    )
     expected = logits(from_store("m", store=store))
     sent: list[int] = []
 
@@ -277,7 +284,9 @@ def test_a_blob_that_is_damaged_while_a_model_is_loaded_is_named(
 
 def test_a_model_that_mlx_quantized_is_dequantized(store: LocalStore, tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "source", torch.bfloat16)
-    blobstore.create(source, "first", store=store, quantize="int4", policy="uniform")
+    blobstore.create(
+        source, "first", store=store, quantize=QuantizeOptions("int4", policy="uniform")
+    )
     export_model(Reference.parse("first"), tmp_path / "mlx", store=store)
     assert "quantization" in json.loads((tmp_path / "mlx" / "config.json").read_text())
     blobstore.create(tmp_path / "mlx", "m", store=store)
@@ -695,7 +704,7 @@ def test_weights_without_kernels_cannot_be_given_as_they_are(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = saved("llama", tmp_path / "source", torch.bfloat16)
-    blobstore.create(source, "int4", store=store, quantize="int4")
+    blobstore.create(source, "int4", store=store, quantize=QuantizeOptions("int4"))
     with_float8(source)
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     changed(source, quantization_config=section | {"activation_scheme": "static"})

@@ -17,6 +17,7 @@ from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
 from tests.real.tiny import logits, make
+from tests.support.options import grouped
 
 
 def assert_opened_by_safetensors(farm: Path) -> None:
@@ -116,7 +117,7 @@ def test_mlx_lm_computes_the_same_from_links_as_from_an_export(
     config |= {"rope_theta": 10_000.0} | ({"num_experts": 12} if "moe" in kind else {})
     (source / "config.json").write_text(json.dumps(config))
     quantization: Any = {"quantize": quant_type, "policy": "uniform"} if quant_type else {}
-    create(source, "m", store=store, experts=experts, **quantization)
+    create(source, "m", store=store, experts=experts, **grouped(quantization))
     export_model("m", tmp_path / "out", store=store)
     linked = link_model("m", tmp_path / "farm", store=store)
     assert linked.links

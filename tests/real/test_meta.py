@@ -14,6 +14,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.meta_models import split, to_meta
 
@@ -96,6 +97,6 @@ def test_an_exported_llama_of_meta_computes_the_same_as_the_original(
 def test_keeps_the_names_of_meta_on_request(store: LocalStore, tmp_path: Path) -> None:
     model = llama()
     folder = save_as_meta(model, tmp_path / "meta", 2, embedding=0, legacy=False)
-    create(folder, "meta", store=store, keep_names=True)
+    create(folder, "meta", store=store, source_options=SourceOptions(keep_names=True))
     names = {layer.name for layer in tensor_layers(store, "meta")}
     assert names == set(to_meta(model.state_dict(), PARAMS))

@@ -14,6 +14,7 @@ import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
@@ -80,10 +81,9 @@ def test_mlx_lm_computes_the_same_with_our_weights_as_with_its_own(
         source,
         NAME,
         store=store,
-        quantize=quant_type,
-        group_size=group_size,
-        policy="uniform",
-        overrides=overrides,
+        quantize=QuantizeOptions(
+            quant_type, group_size=group_size, policy="uniform", overrides=overrides
+        ),
         experts=experts,
     )
     export_model(NAME, tmp_path / "out", store=store)
@@ -97,7 +97,7 @@ def test_mlx_lm_computes_the_same_with_our_weights_as_with_its_own(
 
 def test_an_exported_model_of_mlx_survives_import_and_export(source: Path, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    blobstore.create(source, "first", store=store, quantize="int4")
+    blobstore.create(source, "first", store=store, quantize=QuantizeOptions("int4"))
     export_model("first", tmp_path / "one", store=store)
     blobstore.create(tmp_path / "one", "second", store=store)
     export_model("second", tmp_path / "two", store=store)

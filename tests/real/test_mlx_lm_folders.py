@@ -14,6 +14,7 @@ import transformers
 
 import blobstore
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
@@ -64,7 +65,9 @@ def test_mlx_lm_computes_the_same_from_a_quantized_folder_as_from_the_store(
     make: Callable[..., Any], store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_model("gemma3", tmp_path / "source", torch.bfloat16)
-    blobstore.create(source, "m", store=store, quantize="int8", group_size=32, policy="uniform")
+    blobstore.create(
+        source, "m", store=store, quantize=QuantizeOptions("int8", group_size=32, policy="uniform")
+    )
     make("m", tmp_path / "out", store=store)
     ours, _ = mlx_lm.utils.load_model(tmp_path / "out")
     theirs, _ = integration.load_model("m", store=store)
@@ -227,7 +230,7 @@ def test_mlx_lm_loads_quantized_models_with_weights_that_it_transposes_splits_or
     model = model_class(model_class.config_class(**SPECIAL[kind]))
     # mlx-lm expects the tensor names of the first repository of GPT-2.
     getattr(model, "transformer", model).save_pretrained(tmp_path / "source")
-    blobstore.create(tmp_path / "source", "m", store=store, quantize=quant_type)
+    blobstore.create(tmp_path / "source", "m", store=store, quantize=QuantizeOptions(quant_type))
     export_model("m", tmp_path / "out", store=store)
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
     found, _ = mlx_lm.utils.load_model(tmp_path / "out")

@@ -13,6 +13,7 @@ import pytest
 import blobstore
 from blobstore.folders.digests import Layout
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
@@ -35,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     create(write_folder(folder / "a", dense_tensors(), shards=2, files=files), "dense", store=store)
     create(write_folder(folder / "b", moe_tensors()), "moe", store=store)
     quantized = write_folder(folder / "c", quantizable_tensors())
-    create(quantized, "quantized", store=store, quantize="int8")
+    create(quantized, "quantized", store=store, quantize=QuantizeOptions("int8"))
     return store
 
 

@@ -20,6 +20,7 @@ from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.real.tiny import make
+from tests.support.options import grouped
 
 DATA = Path(__file__).parents[1] / "data" / "ollama" / "hf"
 IDS = torch.tensor([[1, 5, 9, 2]])
@@ -31,7 +32,7 @@ def put(objects: ObjectStore, tmp_path: Path) -> Callable[..., str]:
 
     def put(source: Path, *, cold: bool = False, **options: Any) -> str:
         store = LocalStore(tmp_path / "store")
-        blobstore.create(source, "m", store=store, **options)
+        blobstore.create(source, "m", store=store, **grouped(options))
         push_model("m", objects.address, store=store, cold=cold)
         return f"{objects.address}/m"
 

@@ -16,6 +16,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import Created, create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
 
@@ -123,12 +124,12 @@ def test_imports_the_standard_weights_of_several(tmp_path: Path) -> None:
 
 def test_imports_the_weights_that_a_pattern_selects(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    create(fracast(), NAME, store=store, weights="model.s*")
+    create(fracast(), NAME, store=store, source_options=SourceOptions(weights="model.s*"))
     assert_loads_as(store, fracast() / "model.safetensors")
-    kept = create(fracast(), NAME, store=store, weights="*.int8.*")
+    kept = create(fracast(), NAME, store=store, source_options=SourceOptions(weights="*.int8.*"))
     assert any("kept as published" in notice for notice in kept.notices)
     with pytest.raises(SourceError, match=r"no file in .* matches --weights 'nothing'"):
-        create(fracast(), NAME, store=store, weights="nothing")
+        create(fracast(), NAME, store=store, source_options=SourceOptions(weights="nothing"))
 
 
 def test_imports_a_single_file_without_metadata(tmp_path: Path) -> None:

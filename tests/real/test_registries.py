@@ -14,6 +14,7 @@ import transformers
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.plan import RemoteLayout
 from blobstore.registry.reference import RemoteReference
@@ -51,7 +52,7 @@ def test_a_model_computes_the_same_after_a_registry(
     store: LocalStore, server: Server, tmp_path: Path, layout: RemoteLayout
 ) -> None:
     remote = f"{server.host}/real/{layout}"
-    blobstore.push("llama", remote, store=store, layout=layout)
+    blobstore.push("llama", remote, store=store, registry=RegistryOptions(layout=layout))
     other = LocalStore(tmp_path / "other")
     blobstore.pull(remote, "llama", store=other)
     assert other.read_manifest("llama") == store.read_manifest("llama")
@@ -104,7 +105,7 @@ def test_transformers_loads_the_folder_of_an_image(
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (Debian: apt-get install {tool})")
     remote = f"{server.host}/real/mounted"
-    blobstore.push("llama", remote, store=store, layout="image")
+    blobstore.push("llama", remote, store=store, registry=RegistryOptions(layout="image"))
     layout, unpacked = tmp_path / "layout", tmp_path / "unpacked"
     source, target = f"docker://{remote}", f"oci:{layout}:latest"
     subprocess.run(["skopeo", "copy", "--src-tls-verify=false", source, target], check=True)

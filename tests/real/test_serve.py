@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
@@ -64,7 +65,7 @@ def server(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("serve")
     store = LocalStore(folder / "store")
     create(source, "org/tiny", store=store)
-    create(source, "org/tiny:int8", store=store, quantize="int8")
+    create(source, "org/tiny:int8", store=store, quantize=QuantizeOptions("int8"))
     create(source, "org/frozen", store=store)
     with serving(store, folder) as running:
         yield running
@@ -164,7 +165,7 @@ def test_mlx_lm_loads_a_quantized_model(tmp_path: Path) -> None:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     store = LocalStore(tmp_path / "store")
-    create(folder, "org/llama", store=store, quantize="int4")
+    create(folder, "org/llama", store=store, quantize=QuantizeOptions("int4"))
     with serving(store, tmp_path) as server:
         text = run(
             server,

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 from tests.support.pages import ROOT, blocks
@@ -141,7 +142,7 @@ def test_a_client_of_the_hub_gets_a_model_through_the_proxy(tmp_path: Path) -> N
     files = {f"{number}.txt": b"text" for number in range(5)}
     source = write_folder(tmp_path / "model", dense_tensors(), files=files)
     store = LocalStore(tmp_path / "store")
-    create(source, "org/model", store=store, keep=["*.txt"])
+    create(source, "org/model", store=store, source_options=SourceOptions(keep=("*.txt",)))
     program = "from huggingface_hub import snapshot_download; print(snapshot_download('org/model'))"
     pages = {"hub.PAGE": 2}  # the address of the next page has to be that of the proxy
     with (

@@ -28,6 +28,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry.credentials import LoginFiles
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
@@ -333,7 +334,12 @@ def test_the_image_is_the_one_that_push_sends(
                     found[member.name] = file.read()
     assert found["models/config.json"] == (tmp_path / "moe" / "config.json").read_bytes()
     with running_registry(tmp_path) as registry:
-        push_model("org/moe", f"{registry.host}/org/moe", layout="image", store=models)
+        push_model(
+            "org/moe",
+            f"{registry.host}/org/moe",
+            registry=RegistryOptions(layout="image"),
+            store=models,
+        )
         accept = {"accept": "application/vnd.oci.image.index.v1+json"}
         url = f"http://{registry.host}/v2/org/moe/manifests/latest"
         pushed = httpx2.get(url, headers=accept).content

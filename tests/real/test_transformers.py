@@ -16,6 +16,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
@@ -151,10 +152,12 @@ def test_a_dequantized_export_computes_with_the_dequantized_values(
         source,
         NAME,
         store=store,
-        quantize=quant_type,
-        policy="uniform",
+        quantize=QuantizeOptions(
+            quant_type,
+            policy="uniform",
+            overrides=("*self_attn.[qo]_proj.weight=mxfp4", "lm_head.weight=mxfp8"),
+        ),
         experts=experts,
-        overrides=["*self_attn.[qo]_proj.weight=mxfp4", "lm_head.weight=mxfp8"],
     )
     out = tmp_path / "out"
     export_model(NAME, out, store=store, dequantize=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.serve.library import Library
 from blobstore.serve.names import IMAGE
 from blobstore.serve.unprepared import prepared
@@ -102,7 +103,7 @@ def recorded_library(folder: Path) -> Library:
     )
     store = LocalStore(folder / "store")
     create(source, MODEL, store=store)
-    create(source, f"{MODEL}:int8", store=store, quantize="int8")
+    create(source, f"{MODEL}:int8", store=store, quantize=QuantizeOptions("int8"))
     add_gguf_model(store, "ollama", GGUF_FILE)
     return Library(store)
 

@@ -23,7 +23,7 @@ compare(reference, base, *, store, patterns, names, jobs, progress)
 convert(source, target, *, subtree, strip_prefix, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
 copy_to_store(source, to, target, *, store, force, jobs, progress)
-create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, as_is, weights, ignore_unindexed, subtree, strip_prefix, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, dry_run, progress)
+create(source, reference, *, store, source_options, experts, quantize, decode, as_is, paranoid, jobs, executor, dry_run, progress)
 create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, plain_http, progress)
 du(references, *, store)
@@ -45,7 +45,7 @@ open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
 page(target, references, *, store, measure, jobs, progress)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, cold, dry_run, expected, plain_http, progress)
-push(reference, remote, *, store, layout, max_layers, mount_from, mount, part_size, sign_key, passphrase, cold, level, base, verify, dry_run, expected, plain_http, streams, limit_rate, progress)
+push(reference, remote, *, store, registry, cold, level, base, verify, dry_run, expected, streams, limit_rate, progress)
 push_version(reference, folder, *, receiver, base, store, jobs, progress)
 read_file(reference, name, *, store)
 remove(references, *, store, dry_run)
@@ -63,8 +63,8 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported Followed FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion ReadPlan Reference
-RemovedModels Repaired Signed SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
+ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion QuantizeOptions ReadPlan Reference
+RegistryOptions RemovedModels Repaired Signed SourceOptions SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
 """
 
 
@@ -125,7 +125,7 @@ for name in ("torch", "mlx", "mlx.core", "mlx_lm", "transformers"):
 import blobstore
 with TemporaryDirectory() as folder:
     (Path(folder) / "notes.onnx").write_bytes(b"x")
-    blobstore.create(folder, "m", store=f"{folder}/store", keep="*.onnx")
+    blobstore.create(folder, "m", store=f"{folder}/store", source_options=blobstore.SourceOptions(keep=("*.onnx",)))
     for framework in ("torch", "mlx"):
         try:
             blobstore.open("m", store=f"{folder}/store", framework=framework)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 
@@ -113,7 +114,9 @@ def test_two_ranks_read_their_parts_from_object_storage(
 def test_quantized_models_are_served_dequantized(
     kind: str, store: LocalStore, tmp_path: Path
 ) -> None:
-    blobstore.create(saved(kind, tmp_path / "source"), "m", store=store, quantize="int4")
+    blobstore.create(
+        saved(kind, tmp_path / "source"), "m", store=store, quantize=QuantizeOptions("int4")
+    )
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
     with engine_options("m", store=store, verify="digest", read="pread") as engine:
         ours = answer(**engine)
@@ -314,7 +317,9 @@ def test_the_load_format_is_found_by_its_entry_point(store: LocalStore) -> None:
 
 
 def test_the_temporary_folder_is_removed(store: LocalStore, tmp_path: Path) -> None:
-    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store, quantize="int4")
+    blobstore.create(
+        saved("llama", tmp_path / "source"), "m", store=store, quantize=QuantizeOptions("int4")
+    )
     with engine_options("m", store=store) as engine:
         folder = tmp_path / engine["model"]
         config = json.loads((folder / "config.json").read_bytes())

@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-from blobstore.core.arguments import one_or_more
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -35,7 +34,7 @@ from blobstore.operations.create.jobs import (
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
-from blobstore.sources.base import SourceOptions
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NameUpdate
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.grouping import BlobPlan, ExpertForm
     from blobstore.operations.create.plan import ModelPlan
-    from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Buffers, Ingest, Ingested
     from blobstore.store.names import Name
@@ -87,21 +85,11 @@ class Created:
 class CreateOptions(TypedDict, total=False):
     """The options of :func:`create` that say what a model becomes, and how."""
 
+    source_options: SourceOptions
     experts: ExpertForm
-    quantize: str | None
-    group_size: int | None
-    policy: PolicyName
-    overrides: str | Sequence[str]
+    quantize: QuantizeOptions | None
     decode: bool
     as_is: bool
-    weights: str | None
-    ignore_unindexed: bool
-    subtree: str | None
-    strip_prefix: str | None
-    keep_names: bool
-    skip_unreadable: bool
-    keep: str | Sequence[str]
-    exclude: str | Sequence[str]
     paranoid: bool
     jobs: int | None
     executor: Executor | None
@@ -132,21 +120,11 @@ def create(
     reference: Name,
     *,
     store: StoreLike = None,
+    source_options: SourceOptions = DEFAULT_OPTIONS,
     experts: ExpertForm = "packed",
-    quantize: str | None = None,
-    group_size: int | None = None,
-    policy: PolicyName = "recommended",
-    overrides: str | Sequence[str] = (),
+    quantize: QuantizeOptions | None = None,
     decode: bool = False,
     as_is: bool = False,
-    weights: str | None = None,
-    ignore_unindexed: bool = False,
-    subtree: str | None = None,
-    strip_prefix: str | None = None,
-    keep_names: bool = False,
-    skip_unreadable: bool = False,
-    keep: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
@@ -161,29 +139,13 @@ def create(
             model of Ollama's, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``; or its update, which says what it must have had.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        source_options: which files and tensors of the source are read, and under which names.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
-        quantize: ``int4``, ``int8``, ``nvfp4``, ``mxfp8`` or ``mxfp4``; None keeps the tensors.
-        group_size: elements per scale: 32, 64 or 128 for int4 and int8.
-        policy: ``recommended`` keeps the most sensitive tensors or promotes them to 8 bits;
-            ``uniform`` quantizes all matrices except embeddings, norms, routers and vision.
-        overrides: ``GLOB=TYPE``; the last one that matches a tensor decides; ``none`` keeps it.
+        quantize: the type to quantize to; None keeps the tensors.
         decode: decode FP8 weights to BF16 instead of keeping them with their scales. ``quantize``
             decodes them in any case.
         as_is: keep all tensors as published. That is the default for quantized sources that are not
             understood.
-        weights: pattern of file names, to choose one of several sets of weights in a folder.
-        ignore_unindexed: leave out tensors that the weight index does not name.
-        subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
-            checkpoint; by default it is the model, found by the keys that training programs use.
-        strip_prefix: text to remove from the beginning of the names of a PyTorch checkpoint's
-            tensors, such as ``module.``. Names that do not begin with it stay as they are.
-        keep_names: keep the tensor names and the row order of Meta's Llama.
-        skip_unreadable: leave out tensors of PyTorch checkpoints that are quantized or sparse, or of
-            another type that the safetensors format does not have. Otherwise they are an error.
-        keep: patterns of files to store as they are, besides the small files that runtimes need. The
-            names are relative to the folder; ``*`` matches ``/`` too.
-        exclude: patterns of files and folders to treat as if they did not exist, by their names
-            relative to the folder.
         paranoid: hash all blobs that exist already, also those that were hashed since they last changed.
         jobs: number of threads; by default one per processor.
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
@@ -211,27 +173,7 @@ def create(
     store = LocalStore.of(store)
     update = store.names.seen(reference)
     store.names.check_name(update.reference)
-    options = ImportOptions(
-        SourceOptions(
-            weights=weights,
-            ignore_unindexed=ignore_unindexed,
-            subtree=subtree,
-            strip_prefix=strip_prefix,
-            keep_names=keep_names,
-            skip_unreadable=skip_unreadable,
-            keep=one_or_more(keep),
-            exclude=one_or_more(exclude),
-        ),
-        QuantizeOptions(
-            quant_type=quantize,
-            group_size=group_size,
-            policy=policy,
-            overrides=one_or_more(overrides),
-        ),
-        experts,
-        decode,
-        as_is,
-    )
+    options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
     with opened_source(source, options.source, progress) as opened:
         if dry_run:
             return options.plan(opened)

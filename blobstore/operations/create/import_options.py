@@ -12,7 +12,7 @@ from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.manifests.source_record import MAX_NEW_SIZE
 from blobstore.operations.create.grouping import EXPERT_FORMS, ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.operations.create.plan import QuantizeOptions, plan_source, policy_of
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.base import SourceOptions
@@ -42,6 +42,17 @@ class ImportOptions(NamedTuple):
     experts: ExpertForm = "packed"
     decode: bool = False
     as_is: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options as arguments of :func:`~blobstore.operations.create.create.create`."""
+        return {
+            "source_options": self.source,
+            "quantize": self.quantize,
+            "experts": self.experts,
+            "decode": self.decode,
+            "as_is": self.as_is,
+        }
 
     def plan(self, source: TensorSource) -> ModelPlan:
         """Return the plan for an open source. Raises as :func:`plan_source`."""
@@ -104,7 +115,7 @@ class ImportOptions(NamedTuple):
         source, quantize = _parsed(SourceOptions(), left), _parsed(QuantizeOptions(), left)
         options = cls(source, quantize, experts, decode, as_is)
         try:
-            quantize.to_policy({}, ())
+            policy_of(quantize, {}, ())
             is_sound = experts in EXPERT_FORMS and options.to_json() == value
         except UsageError as error:
             raise BlobDamaged(

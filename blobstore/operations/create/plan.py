@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
@@ -41,32 +41,37 @@ _MARKER_BUFFER = 4096
 class QuantizeOptions:
     """How to quantize a model, as a user specifies it."""
 
-    quant_type: str | None = None
-    """Name or alias of a type; without one, nothing is quantized."""
+    quant_type: str | None = field(default=None, kw_only=False)
+    """``int4``, ``int8``, ``nvfp4``, ``mxfp8`` or ``mxfp4``; without one, nothing is quantized."""
     group_size: int | None = None
-    """Of the requested type; None is its default."""
+    """Elements per scale: 32, 64 or 128 for int4 and int8; None is the default of the type."""
     policy: PolicyName = "recommended"
+    """``recommended`` keeps the most sensitive tensors or promotes them to 8 bits; ``uniform`` quantizes all
+    matrices except embeddings, norms, routers and vision."""
     overrides: Sequence[str] = ()
     """``GLOB=TYPE``; the last one that matches a tensor's name decides; ``none`` keeps it."""
 
-    def to_policy(self, config: Mapping[str, Any], specs: Iterable[TensorSpec]) -> Policy | None:
-        """Return the policy for a source with that ``config``; None to quantize nothing.
 
-        Raises:
-            UsageError: the options are invalid, or no type is given for them.
-        """
-        if self.quant_type is None:
-            if self != QuantizeOptions():
-                raise UsageError("a group size, policy or override requires a type to quantize to")
-            return None
-        return Policy(
-            parse_format(self.quant_type),
-            group_size=self.group_size,
-            name=self.policy,
-            overrides=tuple(map(parse_override, self.overrides)),
-            config=config,
-            specs=specs,
-        )
+def policy_of(
+    options: QuantizeOptions, config: Mapping[str, Any], specs: Iterable[TensorSpec]
+) -> Policy | None:
+    """Return the policy of options for a source with that ``config``; None to quantize nothing.
+
+    Raises:
+        UsageError: the options are invalid, or no type is given for them.
+    """
+    if options.quant_type is None:
+        if options != QuantizeOptions():
+            raise UsageError("a group size, policy or override requires a type to quantize to")
+        return None
+    return Policy(
+        parse_format(options.quant_type),
+        group_size=options.group_size,
+        name=options.policy,
+        overrides=tuple(map(parse_override, options.overrides)),
+        config=config,
+        specs=specs,
+    )
 
 
 class PlannedTensor(NamedTuple):
@@ -186,7 +191,7 @@ def plan_source(
     if blocks:
         counts = Counter(recipe.item.name for recipe in blocks.values())
         quant_type = counts.most_common(1)[0][0]
-    policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
+    policy = policy_of(options, source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
         _check_quantizable(recipes, source.config)
     blobs = plan_blobs(recipes, experts=experts, policy=policy, is_published=bool(found.scheme))

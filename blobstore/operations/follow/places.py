@@ -222,14 +222,13 @@ class HubRevision(ClosedPlace):
         target = self._target
         # The name stays quantized, for example, if it was.
         _, options = self._record()
-        ImportOptions.from_json(options)  # they are those of create
         created = create(
             self._text,
             update,
             store=target.store,
             jobs=target.jobs,
             progress=target.progress,
-            **options,
+            **ImportOptions.from_json(options).arguments,
         )
         commit = created.commit or ""
         return Installed(commit, created.bytes_written, created.notices, commit[:_DIGITS])

@@ -23,6 +23,7 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
 from blobstore.operations.transfer.pull import WITHOUT_BASES, Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
+from blobstore.operations.transfer.registry_target import DEFAULT_OPTIONS, RegistryOptions
 from blobstore.registry.reference import SCHEME, RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry, read_remote_catalog
@@ -57,6 +58,7 @@ def push_models(
     *,
     store: StoreLike = None,
     progress: Progress | None = None,
+    registry: RegistryOptions = DEFAULT_OPTIONS,
     **options: Any,
 ) -> list[Transferred[Pushed]]:
     """Push several models, and return what became of each.
@@ -67,7 +69,8 @@ def push_models(
             ``host/team``: each model gets the repository of its name there. By default each goes to its host.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         progress: called with the number of the model and its name, and the bytes of all models.
-        options: as for :func:`push_model`.
+        registry: as for :func:`push_model`.
+        options: as for that.
 
     Raises:
         ModelNotFound: the store has no such model; nothing is pushed.
@@ -82,9 +85,15 @@ def push_models(
 
     def push(number: int, step: Progress | None) -> Pushed:
         pushed = push_model(
-            names[number], places[number], store=local, progress=step, expected=expected, **options
+            names[number],
+            places[number],
+            store=local,
+            registry=registry,
+            progress=step,
+            expected=expected,
+            **options,
         )
-        if remote is not None and options.get("mount", True):
+        if remote is not None and registry.mount:
             expected.update(blob.digest for blob in blobs[number])
         return pushed
 

@@ -28,12 +28,14 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.transfer.object_target import find_target, open_objects
 from blobstore.operations.transfer.registry_target import (
+    DEFAULT_OPTIONS,
     RegistryOptions,
+    check_options,
+    check_unused,
     open_registry,
     registry_address,
 )
 from blobstore.operations.transfer.send_cold import ColdBlobs
-from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects, places_of
 from blobstore.remotes.checked_pieces import PushedBlob
 from blobstore.remotes.cold_layers import ColdLayer, bases_of
@@ -41,7 +43,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
     from blobstore.cold_blobs.batches import Report
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.push_target import PushTarget, Sent
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
-    from blobstore.signatures.keys import Passphrase
 
 _NEW: Final = ("sent", "resumed", "mounted")
 _COLD_WORK: Final = 4
@@ -105,20 +106,13 @@ def push_model(
     remote: str | RemoteReference | StoreAddress | None = None,
     *,
     store: StoreLike = None,
-    layout: RemoteLayout = "oci",
-    max_layers: int = MAX_LAYERS,
-    mount_from: Sequence[str] = (),
-    mount: bool = True,
-    part_size: int | None = None,
-    sign_key: str | os.PathLike[str] | None = None,
-    passphrase: Callable[[], Passphrase] | None = None,
+    registry: RegistryOptions = DEFAULT_OPTIONS,
     cold: bool = False,
     level: Level = "fast",
     base: str | Reference | None = None,
     verify: bool = False,
     dry_run: bool = False,
     expected: Collection[Digest] = (),
-    plain_http: bool | None = None,
     streams: int = 8,
     limit_rate: float | None = None,
     progress: Progress | None = None,
@@ -130,17 +124,9 @@ def push_model(
         remote: where to push it, ``[oci://]host[:port]/repository[:tag]``, or a store in object storage,
             ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``, where the model keeps its name unless
             the address ends with another one and its tag, ``s3://bucket/prefix/name:tag``; by default the
-            model's name, if that has a host. The options up to ``sign_key``, and ``plain_http``, are for registries.
+            model's name, if that has a host.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        layout: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
-            container image with the files in ``/models``.
-        max_layers: layers per manifest of the layout ``oci``; larger models become an index of parts.
-        mount_from: repositories of the registry that may have blobs of the model.
-        mount: whether to mount blobs of other repositories, those included that the store remembers.
-        part_size: bytes of a blob that one request sends at most, for proxies that limit requests; by
-            default 64 MiB.
-        sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
-        passphrase: called if that key is encrypted.
+        registry: how a registry gets the model; object storage takes none of these options.
         cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
             these. The model in the store stays as it is; frozen blobs are sent as they are. A compressed
             form that the remote has is replaced only by a smaller one of a frozen blob.
@@ -150,7 +136,6 @@ def push_model(
             and manifests back, and compare their digests.
         dry_run: send nothing, and return what would be sent.
         expected: blobs that ``dry_run`` takes for present, because other models will have brought them.
-        plain_http: use HTTP without TLS; by default only for this machine.
         streams: number of blobs to send at once.
         limit_rate: maximum number of bytes per second.
         progress: called with the current blob, bytes done and total bytes. What ``cold`` compresses is
@@ -174,19 +159,9 @@ def push_model(
     reference, store = Reference.of(reference), LocalStore.of(store)
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
-    options = RegistryOptions(
-        layout=layout,
-        max_layers=max_layers,
-        mount_from=tuple(mount_from),
-        mount=mount,
-        part_size=part_size,
-        sign_key=sign_key,
-        passphrase=passphrase,
-        plain_http=plain_http,
-    )
     steps = Steps(streams, progress)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    opened = _open_target(store, reference, remote, options, limiter, steps, dry_run=dry_run)
+    opened = _open_target(store, reference, remote, registry, limiter, steps, dry_run=dry_run)
     with opened as target:
         cold_blobs = None
         if cold:
@@ -215,10 +190,10 @@ def _open_target(
 ) -> AbstractContextManager[PushTarget]:
     """Open the target that an address names. Raises as :func:`push_model`."""
     if isinstance(remote, StoreAddress) or is_in_objects(remote):
-        options.check_unused(remote)
+        check_unused(options, remote)
         place = remote if isinstance(remote, StoreAddress) else find_target(remote)
         return open_objects(store, reference, place, limiter, dry_run=dry_run)
-    options.check()
+    check_options(options)
     address = registry_address(reference, remote)
     return open_registry(store, reference, address, options, limiter, steps.begin, dry_run=dry_run)
 

@@ -56,31 +56,45 @@ _MANY_LAYERS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryOptions:
-    """The options that only registries have; :func:`push_model` says what they mean."""
+    """How a registry gets a model: options that object storage does not have."""
 
     layout: RemoteLayout = "oci"
+    """``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a container image with
+    the files in ``/models``."""
     max_layers: int = MAX_LAYERS
+    """Layers per manifest of the layout ``oci``; larger models become an index of parts."""
     mount_from: tuple[str, ...] = ()
+    """Repositories of the registry that may have blobs of the model."""
     mount: bool = True
+    """Whether to mount blobs of other repositories, those included that the store remembers."""
     part_size: int | None = None
+    """Bytes of a blob that one request sends at most, for proxies that limit requests; by default 64 MiB."""
     sign_key: str | os.PathLike[str] | None = None
+    """The file of a private key in PEM, to sign the manifest in the registry for cosign."""
     plain_http: bool | None = None
+    """Use HTTP without TLS; by default only for this machine."""
     passphrase: Callable[[], Passphrase] | None = field(default=None, compare=False)
+    """Called if that key is encrypted."""
 
-    def check(self) -> None:
-        """Check how blobs are given to a registry. Raises UsageError."""
-        if self.mount_from and not self.mount:
-            raise UsageError("mount_from cannot be combined with mount=False")
-        if self.part_size is not None and self.part_size < 1:
-            raise UsageError(f"part_size must be at least 1 byte, got {self.part_size}")
 
-    def check_unused(self, remote: str | StoreAddress) -> None:
-        """Check that all options have their defaults. Raises UsageError."""
-        for option in fields(self):
-            if option.compare and getattr(self, option.name) != option.default:
-                raise UsageError(
-                    f"{option.name} is for registries, and {quote(remote)} is object storage"
-                )
+DEFAULT_OPTIONS = RegistryOptions()
+
+
+def check_options(options: RegistryOptions) -> None:
+    """Check how blobs are given to a registry. Raises UsageError."""
+    if options.mount_from and not options.mount:
+        raise UsageError("mount_from cannot be combined with mount=False")
+    if options.part_size is not None and options.part_size < 1:
+        raise UsageError(f"part_size must be at least 1 byte, got {options.part_size}")
+
+
+def check_unused(options: RegistryOptions, remote: str | StoreAddress) -> None:
+    """Check that all options have their defaults. Raises UsageError."""
+    for option in fields(options):
+        if option.compare and getattr(options, option.name) != option.default:
+            raise UsageError(
+                f"{option.name} is for registries, and {quote(remote)} is object storage"
+            )
 
 
 def registry_address(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:

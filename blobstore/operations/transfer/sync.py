@@ -211,9 +211,9 @@ def _fetch(
     if model.remote:
         pull_model(model.remote, update, store=store, progress=progress, **options)
     elif model.repository:
-        ImportOptions.from_json(model.options)  # they are those of create
         source = f"hf://{model.repository}@{model.commit}"
-        create(source, update, store=store, progress=progress, **model.options)
+        wanted = ImportOptions.from_json(model.options).arguments
+        create(source, update, store=store, progress=progress, **wanted)
     else:
         raise UnsupportedSource(
             f"the lock file does not say where {quote(model.reference)} comes from",

@@ -35,9 +35,11 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.folders import contents
+from tests.support.options import grouped
 from tests.support.pack_quantized import packed_config, packed_weight
 from tests.unit.operations.export.folders import (
     NAME,
@@ -381,7 +383,7 @@ def test_converted_tensors_are_exported_to_new_files(
     folder.mkdir()
     tensors = {"model.layers.0.mlp.up_proj.weight": ("F32", [64, 64], bytes(4 * 64 * 64))}
     (folder / "weird name.safetensors").write_bytes(file_of(tensors))
-    create(folder, NAME, store=store, **options)
+    create(folder, NAME, store=store, **grouped(options))
     record = read_source_record(store, store.resolve(NAME))
     assert record is not None
     assert record.is_converted
@@ -395,7 +397,7 @@ def test_tensors_that_the_index_does_not_name_are_not_exported(
 ) -> None:
     folder = single(tmp_path).parent
     (folder / "model.safetensors.index.json").write_bytes(index_of(model="a"))
-    create(folder, NAME, store=store, ignore_unindexed=True)
+    create(folder, NAME, store=store, source_options=SourceOptions(ignore_unindexed=True))
     assert not export_model(NAME, tmp_path / "out", store=store).is_original
 
 
@@ -406,7 +408,9 @@ def test_an_index_of_weights_that_are_left_out_is_left_out(
     (folder / "model.fp16.safetensors").write_bytes(file_of(weights("a b", 32)))
     index = folder / "model.fp16.safetensors.index.json"
     index.write_bytes(index_of(**{"model.fp16": "a b"}))
-    created = create(folder, NAME, store=store, weights="model.safetensors")
+    created = create(
+        folder, NAME, store=store, source_options=SourceOptions(weights="model.safetensors")
+    )
     assert f"left out: '{index}'; choose other weights with --weights" in created.notices
     assert export_model(NAME, tmp_path / "out", store=store).is_original
     assert list(contents(tmp_path / "out")) == ["model.safetensors"]
@@ -416,7 +420,7 @@ def test_an_index_that_is_kept_comes_back_once(store: LocalStore, tmp_path: Path
     folder = single(tmp_path).parent
     (folder / "model.safetensors.index.json").write_bytes(b'{"weight_map": {}}')
     expected = contents(folder)
-    create(folder, NAME, store=store, keep=["*.json"])
+    create(folder, NAME, store=store, source_options=SourceOptions(keep=("*.json",)))
     assert [layer.name for layer in store.resolve(NAME).layers_of(media_types.FILE)] == []
     export_model(NAME, tmp_path / "out", store=store)
     assert contents(tmp_path / "out") == expected
@@ -467,7 +471,7 @@ def test_headers_that_are_too_large_are_not_recorded(
     tensors = {"a.weight": ("F32", [64, 64], bytes(4 * 64 * 64))}
     (folder / "model.safetensors").write_bytes(file_of(tensors, padding=1000))
     (folder / "model.safetensors.index.json").write_bytes(index_of(model="a.weight"))
-    created = create(folder, NAME, store=store, **options)
+    created = create(folder, NAME, store=store, **grouped(options))
     expected = "export will write new weight files: the headers and indexes of the weight files are over 0 MiB"
     assert created.notices == (() if options else (expected,))
     assert verify_models(store=store).faults == ()
@@ -613,7 +617,7 @@ def saved(store: LocalStore, tmp_path: Path, kind: str, **options: Any) -> None:
     for name, data in SOURCES[kind].items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    create(folder, NAME, store=store, **options)
+    create(folder, NAME, store=store, **grouped(options))
 
 
 def assert_damaged(store: LocalStore, tmp_path: Path, message: str) -> None:

@@ -21,6 +21,7 @@ from blobstore.integrations.small_files import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.folders import contents
@@ -54,7 +55,7 @@ def test_does_not_write_large_files_that_were_kept(store: LocalStore, tmp_path: 
     source = write_folder(tmp_path / "source", dense_tensors())
     (source / "x.gguf").touch()
     os.truncate(source / "x.gguf", 64 * 2**20 + 1)
-    blobstore.create(source, "m", store=store, keep=["*.gguf"])
+    blobstore.create(source, "m", store=store, source_options=SourceOptions(keep=("*.gguf",)))
     with blobstore.open("m", store=store) as model, temporary_folder(model) as folder:
         assert list(contents(folder)) == ["config.json"]
 

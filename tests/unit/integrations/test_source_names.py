@@ -30,6 +30,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
@@ -131,7 +132,7 @@ def test_does_not_mistake_other_quantized_models_for_gpt_oss(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
-    blobstore.create(source, "m", store=store, quantize="mxfp4")
+    blobstore.create(source, "m", store=store, quantize=QuantizeOptions("mxfp4"))
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     with blobstore.open("m", store=store) as model:
         assert list(gpt_oss_experts(model, config)) == []
@@ -261,7 +262,7 @@ def test_weights_that_mlx_or_the_import_quantized_are_decoded(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
-    blobstore.create(source, "m", store=store, quantize="nvfp4")
+    blobstore.create(source, "m", store=store, quantize=QuantizeOptions("nvfp4"))
     with blobstore.open("m", store=store) as model:
         reason = why_decoded(model, {"quantization_config": MODELOPT})
     assert (

@@ -14,6 +14,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store import verified_cache as verified
@@ -162,7 +163,7 @@ def test_swapped_tensors_are_found(store: LocalStore) -> None:
 def test_a_changed_quantization_type_is_found(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", quantizable_tensors())
-    blobstore.create(folder, "m", store=store, quantize="int4")
+    blobstore.create(folder, "m", store=store, quantize=QuantizeOptions("int4"))
     layer = "model.layers.0.self_attn.q_proj.weight"
     path = blob_path(store, layer)
     stated, other = (

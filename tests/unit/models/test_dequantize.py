@@ -13,6 +13,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models import dequantize as unpacking
 from blobstore.models.dequantize import plain_pieces
 from blobstore.models.tensors import StoredTensor, read_tensors
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
@@ -35,7 +36,7 @@ def mapped(store: LocalStore, name: str) -> tuple[StoredTensor, Any]:
 def store(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", TENSORS)
-    blobstore.create(folder, NAME, store=store, quantize="int4", experts="stacked")
+    blobstore.create(folder, NAME, store=store, quantize=QuantizeOptions("int4"), experts="stacked")
     return store
 
 

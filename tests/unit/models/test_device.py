@@ -23,6 +23,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, Unsupport
 from blobstore.models import frameworks
 from blobstore.models.device import _Ring, transfer
 from blobstore.models.header_index import TensorLocation
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import torch as torch_quantization
 from blobstore.safetensors.cuda import TorchDeviceStream
@@ -520,7 +521,7 @@ def packed(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "packed")
     source = write_folder(tmp_path / "plain", PACKED)
     for name in ("int4", "nvfp4", "mxfp8"):
-        blobstore.create(source, name, store=store, quantize=name)
+        blobstore.create(source, name, store=store, quantize=QuantizeOptions(name))
     return store
 
 

@@ -14,6 +14,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, TensorNotFound, UsageError
 from blobstore.objects.store import ObjectStore, blob_key
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import Model
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
@@ -74,7 +75,7 @@ def test_a_model_in_object_storage_is_loaded(
 
 
 def test_quantized_weights_are_dequantized(store: LocalStore, tmp_path: Path) -> None:
-    blobstore.create(tmp_path / "source", "q", store=store, quantize="int4")
+    blobstore.create(tmp_path / "source", "q", store=store, quantize=QuantizeOptions("int4"))
     with blobstore.open("q", store=store, framework="torch", dequantize=True) as model:
         name = next(iter(WEIGHTS))
         found = dict(model.prefetch({name: (slice(3, 9), slice(64))}))

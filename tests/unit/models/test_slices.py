@@ -19,6 +19,7 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import Model
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, truncate
@@ -60,7 +61,9 @@ def quantized(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", PACKED)
     for name in ("int4", "int8", "nvfp4"):
-        blobstore.create(folder, f"m:{name}", store=store, quantize=name, experts="stacked")
+        blobstore.create(
+            folder, f"m:{name}", store=store, quantize=QuantizeOptions(name), experts="stacked"
+        )
     return store
 
 

@@ -24,6 +24,7 @@ from blobstore.models.source_layers import left_out_tensors, read_source_record
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
@@ -320,8 +321,8 @@ def test_quantizing_decodes_first(store: LocalStore, source: Path, tmp_path: Pat
     create(source, "decoded", store=store, decode=True)
     plain = tmp_path / "plain"
     export_model("decoded", plain, store=store)
-    create(source, "a", store=store, quantize="int4")
-    create(plain, "b", store=store, quantize="int4")
+    create(source, "a", store=store, quantize=QuantizeOptions("int4"))
+    create(plain, "b", store=store, quantize=QuantizeOptions("int4"))
     found, expected = (
         [
             layer.digest

@@ -46,6 +46,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
@@ -735,7 +736,9 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", PACKED)
     for name in ("int4", "nvfp4"):
-        blobstore.create(folder, f"m:{name}", store=store, quantize=name, experts=request.param)
+        blobstore.create(
+            folder, f"m:{name}", store=store, quantize=QuantizeOptions(name), experts=request.param
+        )
     return store
 
 
@@ -861,7 +864,7 @@ def test_a_tensor_of_another_blob_is_not_a_qparam(tmp_path: Path, end: str, *, i
 def test_a_forged_index_cannot_change_the_quantization_type(tmp_path: Path, known: Any) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", PACKED)
-    blobstore.create(folder, "m", store=store, quantize="int4")
+    blobstore.create(folder, "m", store=store, quantize=QuantizeOptions("int4"))
     forge_index(store, lambda value: value[2].update({UP: known}))
     with (
         blobstore.open("m", store=store) as model,

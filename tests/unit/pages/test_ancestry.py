@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model
@@ -29,7 +30,7 @@ def test_a_quantized_model_descends_from_the_model_of_the_same_files(
 ) -> None:
     folder = write_folder(tmp_path / "plain", quantizable_tensors())
     create(folder, "plain", store=store)
-    create(folder, "small", quantize="int8", store=store)
+    create(folder, "small", quantize=QuantizeOptions("int8"), store=store)
 
     (found,) = found_in(store).items()
 
@@ -48,7 +49,7 @@ def test_of_models_with_equal_headers_the_one_that_shares_most_is_the_parent(
     create(write_folder(tmp_path / "a", changed), "a-other", store=store)
     folder = write_folder(tmp_path / "b", tensors)
     create(folder, "b-origin", store=store)
-    create(folder, "small", quantize="int8", store=store)
+    create(folder, "small", quantize=QuantizeOptions("int8"), store=store)
 
     assert found_in(store)["small:latest"].name == "b-origin:latest"
 
@@ -164,7 +165,7 @@ def test_a_model_of_deltas_is_similar_to_the_model_of_its_bases(store: LocalStor
 def test_bytes_of_an_edge_add_up_to_the_model(store: LocalStore, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "plain", quantizable_tensors())
     create(folder, "plain", store=store)
-    create(folder, "small", quantize="int8", store=store)
+    create(folder, "small", quantize=QuantizeOptions("int8"), store=store)
 
     disk = read_disk(store)
     for name, parent in find_parents(disk).items():

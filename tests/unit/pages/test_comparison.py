@@ -12,6 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, compare_models
 from blobstore.operations.compare.metrics import WorstGroup
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages.comparison import comparison_data, comparison_page
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
@@ -211,7 +212,7 @@ def test_experts_that_are_stored_together_have_a_cell(
     tensors = {f"model.layers.0.experts.{one}.w.weight": values + one for one in range(3)}
     folder = write_folder(tmp_path / "moe", tensors)
     create(folder, "moe", store=store)
-    create(folder, "moe:int8", store=store, quantize="int8", experts="stacked")
+    create(folder, "moe:int8", store=store, quantize=QuantizeOptions("int8"), experts="stacked")
 
     found = compare_models("moe:int8", "moe", store=store)
     shown(browser, tmp_path, found)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages.live_page import live_state
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
@@ -61,7 +62,7 @@ def request(address: str, method: str = "GET", **headers: str) -> tuple[int, dic
 def models(store: LocalStore, tmp_path: Path) -> LocalStore:
     folder = write_folder(tmp_path / "plain", quantizable_tensors())
     create(folder, "plain", store=store)
-    create(folder, "plain:int8", quantize="int8", store=store)
+    create(folder, "plain:int8", quantize=QuantizeOptions("int8"), store=store)
     return store
 
 

@@ -9,6 +9,7 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages import measure
 from blobstore.pages.measure import histogram, measure_model
 from blobstore.store.local import LocalStore
@@ -22,7 +23,7 @@ PLAIN, INT8 = Reference.parse("plain"), Reference.parse("plain:int8")
 def quantized(store: LocalStore, tmp_path: Path) -> LocalStore:
     folder = write_folder(tmp_path / "plain", quantizable_tensors())
     create(folder, "plain", store=store)
-    create(folder, "plain:int8", quantize="int8", store=store)
+    create(folder, "plain:int8", quantize=QuantizeOptions("int8"), store=store)
     return store
 
 

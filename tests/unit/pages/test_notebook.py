@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import open_model
 from blobstore.pages.notebook import store_picture
 from blobstore.store.local import LocalStore
@@ -37,7 +38,12 @@ def test_a_store_is_a_treemap_of_what_removals_free(store: LocalStore) -> None:
 
 
 def test_a_model_is_a_grid_with_a_box_for_each_tensor(store: LocalStore, tmp_path: Path) -> None:
-    create(write_folder(tmp_path / "q", quantizable_tensors()), "q", quantize="int8", store=store)
+    create(
+        write_folder(tmp_path / "q", quantizable_tensors()),
+        "q",
+        quantize=QuantizeOptions("int8"),
+        store=store,
+    )
 
     with open_model("q", store=store) as model:
         titles = boxes(model._repr_html_())

@@ -18,6 +18,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.pages.model_view import GridTensor, grid
 from blobstore.pages.shell import render_page
@@ -220,7 +221,7 @@ def family(store: LocalStore, folder: Path) -> LocalStore:
     config = b'{"architectures": ["TinyForCausalLM"], "model_type": "tiny"}'
     origin = write_folder(folder / "tiny", tensors, files={"config.json": config})
     create(origin, "tiny", store=store)
-    create(origin, "tiny:int8", quantize="int8", store=store)
+    create(origin, "tiny:int8", quantize=QuantizeOptions("int8"), store=store)
     name = "model.layers.2.q_proj.weight"
     tuned = tensors | {name: tensors[name] + np.float32(1e-3)}
     card = b"---\nbase_model: someone/tiny\n---\n"

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import blobstore
 from blobstore.errors import UnsupportedSource
 from blobstore.manifests import media_types
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.gpt_oss import is_gpt_oss
@@ -91,7 +92,7 @@ def test_rejects_quantizing_plain_weights_with_the_config_of_gpt_oss(
     with pytest.raises(
         UnsupportedSource, match="quant_method 'mxfp4', but no tensor has that form"
     ):
-        blobstore.create(folder, "m", store=store, quantize="mxfp4")
+        blobstore.create(folder, "m", store=store, quantize=QuantizeOptions("mxfp4"))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
@@ -60,7 +61,13 @@ def test_a_client_with_the_base_pulls_only_deltas(
     if is_frozen:
         blobstore.freeze("tune", base="base", store=origin)
     pushed = blobstore.push(
-        "tune", remote, store=origin, layout=layout, cold=True, base="base", verify=True
+        "tune",
+        remote,
+        store=origin,
+        registry=RegistryOptions(layout=layout),
+        cold=True,
+        base="base",
+        verify=True,
     )
     assert pushed.cold_blobs == 2
     size = sum(blob.size for blob in origin.resolve("tune").layers)

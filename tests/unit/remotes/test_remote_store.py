@@ -23,6 +23,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.transfer.push import push_model
@@ -475,7 +476,7 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
 ) -> None:
     local = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", quantizable_tensors())
-    blobstore.create(folder, "q", store=local, quantize="int4")
+    blobstore.create(folder, "q", store=local, quantize=QuantizeOptions("int4"))
     push_model("q", objects.address, store=local)
 
     def half(name: str) -> Any:

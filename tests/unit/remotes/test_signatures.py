@@ -10,6 +10,7 @@ from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, UsageError
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.plan import RemoteLayout
@@ -51,7 +52,7 @@ def test_the_bundle_goes_along_with_the_model_in_every_layout(
     blobstore.sign("model", key.private, store=store)
     policy(other, key)
 
-    pushed = blobstore.push("model", remote, store=store, layout=layout)
+    pushed = blobstore.push("model", remote, store=store, registry=RegistryOptions(layout=layout))
     pulled = blobstore.pull(remote, "copy", store=other)
 
     is_equal = pushed.digest == manifest_of(store)
@@ -68,8 +69,12 @@ def test_a_push_with_a_key_signs_the_manifest_in_the_registry(
 ) -> None:
     policy(other, key)
 
-    pushed = blobstore.push("model", remote, store=store, layout=layout, sign_key=key.private)
-    again = blobstore.push("model", remote, store=store, layout=layout, sign_key=key.private)
+    pushed = blobstore.push(
+        "model", remote, store=store, registry=RegistryOptions(layout=layout, sign_key=key.private)
+    )
+    again = blobstore.push(
+        "model", remote, store=store, registry=RegistryOptions(layout=layout, sign_key=key.private)
+    )
     blobstore.pull(remote, "copy", store=other)
 
     assert (pushed.signatures, again.signatures, again.is_unchanged) == (1, 1, True)
@@ -84,7 +89,9 @@ def test_a_push_with_a_key_signs_the_manifest_in_the_registry(
 def test_the_registry_has_what_cosign_looks_for(
     store: LocalStore, key: KeyFiles, remote: str, server: Server
 ) -> None:
-    pushed = blobstore.push("model", remote, store=store, sign_key=key.private)
+    pushed = blobstore.push(
+        "model", remote, store=store, registry=RegistryOptions(sign_key=key.private)
+    )
     repository = remote.partition("/")[2]
 
     with RegistryClient(server.host) as client:
@@ -106,7 +113,7 @@ def test_signatures_of_several_keys_are_added_to_those_that_are_there(
     second = key_files(tmp_path, "second")
     for one in (key, second):
         blobstore.sign("model", one.private, store=store)
-        blobstore.push("model", remote, store=store, sign_key=one.private)
+        blobstore.push("model", remote, store=store, registry=RegistryOptions(sign_key=one.private))
     repeated = blobstore.push("model", remote, store=store)
 
     pulled = blobstore.pull(remote, "copy", store=other)
@@ -170,7 +177,9 @@ def test_the_key_is_read_before_anything_is_sent(
 ) -> None:
     encrypted = key_files(tmp_path, "encrypted", passphrase=b"x")
     with pytest.raises(UsageError, match="encrypted"):
-        blobstore.push("model", remote, store=store, sign_key=encrypted.private)
+        blobstore.push(
+            "model", remote, store=store, registry=RegistryOptions(sign_key=encrypted.private)
+        )
     with RegistryClient(remote.partition("/")[0]) as client:
         repository = remote.partition("/")[2]
         assert client.head_manifest(repository, "latest") is None
@@ -264,7 +273,9 @@ def test_signatures_of_a_registry_are_fetched_up_to_the_limits(
 def test_a_signature_counts_for_the_model_that_the_signed_manifest_names_alone(
     store: LocalStore, key: KeyFiles, remote: str
 ) -> None:
-    pushed = blobstore.push("model", remote, store=store, sign_key=key.private)
+    pushed = blobstore.push(
+        "model", remote, store=store, registry=RegistryOptions(sign_key=key.private)
+    )
     (data,) = store.signatures(manifest_of(store))
     found = parse_signature(data)
     subject = json.loads(data)["subject"]

@@ -8,6 +8,7 @@ import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.serve.library import Library
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
@@ -26,5 +27,5 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def library(store: LocalStore, folder: Path) -> Library:
     """A library of a store that has ``org/model``."""
-    create(folder, "org/model", store=store, keep=["*.txt"])
+    create(folder, "org/model", store=store, source_options=SourceOptions(keep=("*.txt",)))
     return Library(store)

@@ -11,6 +11,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
@@ -307,7 +308,7 @@ def test_a_quantized_model_has_the_files_of_an_export(
     from tests.support.models import quantizable_tensors
 
     source = write_folder(tmp_path / "m", quantizable_tensors())
-    create(source, "quantized", store=store, quantize=quantize)
+    create(source, "quantized", store=store, quantize=QuantizeOptions(quantize))
     export_model("quantized", tmp_path / "back", store=store)
     library = Library(store)
     for name, data in contents(tmp_path / "back").items():

@@ -12,9 +12,11 @@ from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.models.source_layers import read_stacks
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
+from tests.support.options import grouped
 
 EXPERTS = "model.layers.0.mlp.experts"
 SWITCH = "model.layers.0.mlp.switch_mlp"
@@ -32,7 +34,7 @@ def created(tmp_path: Path, experts: ExpertForm, quantize: str | None = "int4") 
     options: dict[str, Any] = {}
     if quantize is not None:
         options = {"quantize": quantize, "group_size": 64, "policy": "uniform"}
-    blobstore.create(source, "m", store=store, experts=experts, **options)
+    blobstore.create(source, "m", store=store, experts=experts, **grouped(options))
     return store
 
 
@@ -83,9 +85,9 @@ def test_experts_of_mixed_types_are_not_joined(store: LocalStore, tmp_path: Path
         write_folder(tmp_path / "source", quantizable_tensors()),
         "m",
         store=store,
-        quantize="int8",
-        policy="uniform",
-        overrides=["*experts.3.up_proj.weight=none"],
+        quantize=QuantizeOptions(
+            "int8", policy="uniform", overrides=("*experts.3.up_proj.weight=none",)
+        ),
     )
     naming = naming_of(store)
     assert naming.single[f"{EXPERTS}.2.up_proj.weight_scale"] == f"{EXPERTS}.2.up_proj.scales"

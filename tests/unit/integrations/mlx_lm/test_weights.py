@@ -14,6 +14,7 @@ import blobstore
 from blobstore.errors import BlobMissing, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
 from tests.support.pack_quantized import packed_weight, write_packed
@@ -41,7 +42,9 @@ def weights_of(store: LocalStore, **opening: Any) -> dict[str, Any]:
 def create(store: LocalStore, tmp_path: Path, experts: ExpertForm, dtype: Any, item: str) -> None:
     tensors = {name: array.astype(dtype) for name, array in quantizable_tensors().items()}
     source = write_folder(tmp_path / "source", tensors)
-    blobstore.create(source, "m", store=store, quantize=item, policy="uniform", experts=experts)
+    blobstore.create(
+        source, "m", store=store, quantize=QuantizeOptions(item, policy="uniform"), experts=experts
+    )
 
 
 @pytest.mark.slow

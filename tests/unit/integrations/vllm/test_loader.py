@@ -16,6 +16,7 @@ import torch
 import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.models.frameworks import ArrayTarget
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore
 from tests.support import fake_vllm
@@ -74,7 +75,7 @@ def test_weights_arrive_on_the_device_unless_ranks_copy_parts_of_views(
     config = fake_vllm.install(monkeypatch, ranks=ranks)
     source = write_folder(tmp_path / "source", weights())
     policy: Any = {"policy": "uniform"} if quantize else {}
-    blobstore.create(source, "m", store=store, quantize=quantize, **policy)
+    blobstore.create(source, "m", store=store, quantize=QuantizeOptions(quantize), **policy)
     opened: list[str] = []
 
     def watched(*arguments: Any, **options: Any) -> Any:

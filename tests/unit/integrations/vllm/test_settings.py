@@ -21,9 +21,11 @@ from blobstore.errors import (
 from blobstore.integrations.source_names import PublishedTensors
 from blobstore.integrations.vllm import settings
 from blobstore.integrations.vllm.settings import Settings, engine_options
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
+from tests.support.options import grouped
 from tests.support.pack_quantized import packed_config, packed_weight, write_packed
 
 WHERE = "--model-loader-extra-config of load format blobstore"
@@ -110,7 +112,7 @@ def configured(store: LocalStore, tmp_path: Path, config: Any, **options: Any) -
     """Return the config that vLLM is given of a model with this one."""
     files = {"config.json": json.dumps(config).encode()}
     source = write_folder(tmp_path / "m", quantizable_tensors(), files=files)
-    blobstore.create(source, "m", store=store, **options)
+    blobstore.create(source, "m", store=store, **grouped(options))
     with engine_options("m", store=store) as engine:
         return json.loads((tmp_path / engine["model"] / "config.json").read_bytes())
 
@@ -243,7 +245,7 @@ def test_weights_of_other_types_are_never_given_as_they_are(
     store: LocalStore, tmp_path: Path
 ) -> None:
     source = write_folder(tmp_path / "m", quantizable_tensors())
-    blobstore.create(source, "m", store=store, quantize="int4")
+    blobstore.create(source, "m", store=store, quantize=QuantizeOptions("int4"))
     with (
         pytest.raises(
             UsageError, match="must be dequantized: not all of its quantized weights are"

@@ -20,6 +20,7 @@ from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, add_blobs, blob, dense_tensors, write_folder
+from tests.support.options import grouped
 
 LAYER = "model.layers.0.mlp"
 MATRIX = f"{LAYER}.up_proj.weight"
@@ -31,7 +32,7 @@ def make(
     folder = write_folder(store.root.parent / name, tensors)
     if options:
         options["policy"] = "uniform"
-    create(folder, name, store=store, experts=experts, **options)
+    create(folder, name, store=store, experts=experts, **grouped(options))
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:

@@ -30,6 +30,7 @@ from tests.support.models import (
     write_folder,
 )
 from tests.support.ollama_store import add_gguf_model
+from tests.support.options import grouped
 
 LAYER = "model.layers.0.mlp"
 
@@ -42,7 +43,7 @@ def make(
     **options: str,
 ) -> None:
     folder = write_folder(store.root.parent / name, tensors, files=files)
-    create(folder, name, store=store, **options)  # type: ignore[call-overload]
+    create(folder, name, store=store, **grouped(options))  # type: ignore[call-overload]
 
 
 def changes(found: Difference) -> dict[str, tuple[str, ...]]:

@@ -23,6 +23,7 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
+from tests.support.options import grouped
 
 LAYER = "model.layers.0.mlp"
 
@@ -31,7 +32,7 @@ def make(
     store: LocalStore, name: str, tensors: Arrays, experts: ExpertForm = "packed", **options: str
 ) -> None:
     folder = write_folder(store.root.parent / name, tensors)
-    create(folder, name, store=store, experts=experts, **options)  # type: ignore[call-overload]
+    create(folder, name, store=store, experts=experts, **grouped(options))  # type: ignore[call-overload]
 
 
 def paired(store: LocalStore, model: str, base: str, *patterns: str) -> Pairing:

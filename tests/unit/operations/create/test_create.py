@@ -28,6 +28,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
@@ -37,6 +38,7 @@ from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.folders import contents
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
+from tests.support.options import grouped
 from tests.support.published import LAYER, SCHEMES, write_published
 from tests.unit.operations.export.folders import raw_tensors
 
@@ -329,7 +331,7 @@ def test_invalid_arguments_leave_the_store_untouched(
 ) -> None:
     arguments: dict[str, Any] = {"source": folder, "reference": "m", "store": store} | options
     with pytest.raises(error):
-        blobstore.create(**arguments)
+        blobstore.create(**grouped(arguments))
     assert not store.root.exists()
 
 
@@ -516,7 +518,9 @@ def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
     for name in (names[0], names[2]):
         tensors[name][7] = value * np.resize([1, -1], 64)
     folder = write_folder(tmp_path / "model", tensors)
-    created = blobstore.create(folder, "m", store=store, quantize=quantize, experts=experts)
+    created = blobstore.create(
+        folder, "m", store=store, quantize=QuantizeOptions(quantize), experts=experts
+    )
     (notice,) = (notice for notice in created.notices if "unquantized" in notice)
     assert "and 1 more" in notice
     with blobstore.open("m", store=store, dequantize=False) as model:
@@ -527,7 +531,9 @@ def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
             assert np.array_equal(model[names[2]], tensors[names[2]])
     assert blobstore.verify("m", store=store).faults == ()
     # The record has what it takes to import the same blobs again.
-    again = blobstore.create(folder, "again", store=store, quantize=quantize, experts=experts)
+    again = blobstore.create(
+        folder, "again", store=store, quantize=QuantizeOptions(quantize), experts=experts
+    )
     assert again.bytes_written < 2000
     path = next(path for path in store.folder("blobs").iterdir() if path.stat().st_size > 8000)
     flip(path)
@@ -577,7 +583,7 @@ def test_keeps_what_is_not_understood_as_published(
     assert config == (source / "config.json").read_bytes()
     for options in ({"quantize": "int4"}, {"decode": True}):
         with pytest.raises(UnsupportedSource, match=r"^the source cannot be .*: tensor '"):
-            blobstore.create(source, "other", store=store, **options)
+            blobstore.create(source, "other", store=store, **grouped(options))
     with pytest.raises(UsageError, match="neither decoded nor quantized"):
         blobstore.create(source, "other", store=store, decode=True, as_is=True)
     assert list(store.references()) == [NAME]

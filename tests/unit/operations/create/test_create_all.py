@@ -20,6 +20,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
 from tests.support.distributed_folders import write_folder as write_pieces
@@ -119,7 +120,7 @@ def test_models_whose_names_cannot_be_used_fail(store: LocalStore, tmp_path: Pat
 
 
 def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
-    results = create_all(models, store=store, quantize="none such")
+    results = create_all(models, store=store, quantize=QuantizeOptions("none such"))
     assert all(isinstance(it.error, UsageError | DamagedSource) for it in results)
 
 

@@ -17,6 +17,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
+from tests.support.options import grouped
 
 DATA = Path(__file__).parents[3] / "data" / "ollama"
 FORMS = {"packed": "seed", "stacked": "ollama-0.33"}
@@ -75,7 +76,7 @@ def test_quantizes_the_same_tensors_to_the_same_types_as_ollama(
     model: str, quant_type: str, group_size: int | None, store: LocalStore
 ) -> None:
     options: dict[str, Any] = {"quantize": quant_type, "group_size": group_size}
-    create(DATA / "hf" / model, NAME, store=store, experts="stacked", **options)
+    create(DATA / "hf" / model, NAME, store=store, experts="stacked", **grouped(options))
     file = DATA / "golden" / "ollama-0.33" / f"{model}-{quant_type}.json"
     golden = json.loads(file.read_bytes())
     manifest = store.resolve(NAME)

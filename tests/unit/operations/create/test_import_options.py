@@ -23,6 +23,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
+from tests.support.options import grouped
 from tests.unit.folders.test_original import single
 from tests.unit.operations.export.folders import NAME, add_layers, remove_layers
 
@@ -157,5 +158,5 @@ def test_patterns_of_other_bytes_than_text_are_refused(
     option: str, store: LocalStore, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="not valid Unicode"):
-        create(single(tmp_path).parent, NAME, store=store, **{option: ["\udcff*"]})  # type: ignore[call-overload]
+        create(single(tmp_path).parent, NAME, store=store, **grouped({option: ["\udcff*"]}))  # type: ignore[call-overload]
     assert list(store.references()) == []

@@ -17,11 +17,13 @@ import blobstore
 from blobstore.errors import BlobstoreError, DamagedSource, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create import tensor_bytes
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.support.options import grouped
 
 NAME = Reference.parse("m")
 
@@ -63,8 +65,8 @@ def test_every_executor_creates_the_same_manifest(
 ) -> None:
     folder = write_folder(tmp_path / "model", quantizable_tensors(), shards=3)
     expected = LocalStore(tmp_path / "expected")
-    by_threads = blobstore.create(folder, "m", store=expected, **options)
-    created = blobstore.create(folder, "m", store=store, executor=executor, **options)
+    by_threads = blobstore.create(folder, "m", store=expected, **grouped(options))
+    created = blobstore.create(folder, "m", store=store, executor=executor, **grouped(options))
     assert store.read_manifest(NAME) == expected.read_manifest(NAME)
     assert created.bytes_written == by_threads.bytes_written
     assert created.bytes_present == by_threads.bytes_present
@@ -131,7 +133,9 @@ def test_an_error_of_a_worker_leaves_nothing(
     tensors[name][3, 5] = np.nan
     folder = write_folder(tmp_path / "model", tensors)
     with pytest.raises(DamagedSource, match=rf"^tensor '{name}': element \[3, 5\] is nan"):
-        blobstore.create(folder, "m", store=store, executor=executor, quantize="int4")
+        blobstore.create(
+            folder, "m", store=store, executor=executor, quantize=QuantizeOptions("int4")
+        )
     assert leftovers(store) == []
     assert list(store.folder("blobs").iterdir()) == []
 

@@ -27,6 +27,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
@@ -502,7 +503,7 @@ def create_quantized(
     store: LocalStore, experts: ExpertForm, name: str = "int4", model: str = "m"
 ) -> None:
     source = write_folder(store.root.parent / "model", PACKED)
-    create(source, model, store=store, quantize=name, experts=experts)
+    create(source, model, store=store, quantize=QuantizeOptions(name), experts=experts)
 
 
 @pytest.mark.parametrize("experts", FORMS)
@@ -664,7 +665,7 @@ def test_the_export_of_a_single_file_has_the_types_of_its_weights(
     store: LocalStore, tmp_path: Path, out: Path
 ) -> None:
     source = write_folder(tmp_path / "model", {"a.weight": PACKED["lm_head.weight"]})
-    create(source / "model.safetensors", NAME, store=store, quantize="int8")
+    create(source / "model.safetensors", NAME, store=store, quantize=QuantizeOptions("int8"))
     export_model(NAME, out, store=store)
     described = {"group_size": 64, "bits": 8, "mode": "affine"}
     config = json.loads((out / "config.json").read_text())
@@ -689,7 +690,7 @@ def test_rejects_quantized_weights_with_a_config_that_cannot_describe_them(
 ) -> None:
     source = write_folder(tmp_path / "model", PACKED)
     (source / "config.json").unlink()  # create refuses such a config, earlier versions did not
-    create(source, NAME, store=store, quantize="int4")
+    create(source, NAME, store=store, quantize=QuantizeOptions("int4"))
     add_layers(store, (media_types.JSON, "config.json", config))
     with pytest.raises(BlobstoreError, match=r"'config\.json' is not a JSON object.*dequantized"):
         export_model(NAME, out, store=store)
@@ -703,7 +704,7 @@ def test_experts_of_several_types_can_be_imported_from_their_export(
 ) -> None:
     source = write_folder(tmp_path / "model", PACKED)
     overrides = [f"*.experts.11.up_proj.weight={kind}"]
-    create(source, NAME, store=store, quantize="int4", overrides=overrides)
+    create(source, NAME, store=store, quantize=QuantizeOptions("int4", overrides=overrides))
     export_model(NAME, out, store=store)
     create(out, "again", store=store)
     with (

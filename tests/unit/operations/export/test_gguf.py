@@ -24,6 +24,7 @@ from blobstore.manifests.source_record import Gap, SourceRecord
 from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
@@ -31,6 +32,7 @@ from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.quantization.formats import GGUF_TYPES
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.readers.gguf_models import read_files
 from tests.support.gguf_files import TEXT, U32, Tensor, gguf_file, text
@@ -228,7 +230,7 @@ def test_one_of_several_quantizations_has_to_be_chosen(
     write(folder / "m-Q4_0.gguf", gguf_file([ARCHITECTURE], [tensor("a", 2)]))
     with pytest.raises(SourceError, match="several GGUF files .*; choose with --weights PATTERN"):
         create(folder, "x", store=store)
-    create(folder, "x", store=store, weights="*Q8_0*")
+    create(folder, "x", store=store, source_options=SourceOptions(weights="*Q8_0*"))
     assert exported(store, "x", out) == {"m-Q8_0.gguf": content}
 
 
@@ -303,7 +305,7 @@ def test_quantized_blocks_are_not_quantized_again(tmp_path: Path, store: LocalSt
     content = gguf_file([ARCHITECTURE], [tensor("a", 8)])
     path = write(tmp_path / "x.gguf", content)
     with pytest.raises(UnsupportedSource, match="tensor 'a' is already quantized to q8_0"):
-        create(path, "x", store=store, quantize="int4")
+        create(path, "x", store=store, quantize=QuantizeOptions("int4"))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 
 
@@ -32,7 +34,7 @@ def kept(tmp_path: Path, store: LocalStore) -> Path:
     (folder / "onnx" / "x.onnx").write_bytes(b"opaque")
     (folder / "x.gguf").touch()
     os.truncate(folder / "x.gguf", 64 * 2**20 + 5)
-    create(folder, "k", store=store, keep=["*.gguf", "*.onnx"])
+    create(folder, "k", store=store, source_options=SourceOptions(keep=("*.gguf", "*.onnx")))
     return folder
 
 
@@ -68,7 +70,7 @@ def test_large_kept_files_are_linked_and_small_ones_copied(
 
 @pytest.mark.slow
 def test_kept_files_are_verified_shared_and_diffed(store: LocalStore, kept: Path) -> None:
-    again = create(kept, "again", store=store, keep=["*"])
+    again = create(kept, "again", store=store, source_options=SourceOptions(keep=("*",)))
     assert again.bytes_written < 1000
     assert verify_models([], store=store).faults == ()
     assert diff_models("k", "again", store=store).is_same
@@ -82,7 +84,13 @@ def test_kept_files_are_verified_shared_and_diffed(store: LocalStore, kept: Path
 @pytest.mark.slow
 def test_a_model_of_kept_files_alone_has_nothing_to_quantize(store: LocalStore, kept: Path) -> None:
     with pytest.raises(UsageError, match="has no tensors, so there is nothing to quantize"):
-        create(kept, "q", store=store, keep=["*.gguf"], quantize="int4")
+        create(
+            kept,
+            "q",
+            store=store,
+            source_options=SourceOptions(keep=("*.gguf",)),
+            quantize=QuantizeOptions("int4"),
+        )
 
 
 @pytest.mark.slow
@@ -107,6 +115,6 @@ def test_kept_files_are_repaired_from_their_source(store: LocalStore, kept: Path
 @pytest.mark.slow
 def test_kept_files_are_read_in_pieces(store: LocalStore, kept: Path) -> None:
     tracemalloc.start()
-    create(kept, "large", store=store, keep=["*.gguf"])
+    create(kept, "large", store=store, source_options=SourceOptions(keep=("*.gguf",)))
     assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
     tracemalloc.stop()

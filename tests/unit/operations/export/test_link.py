@@ -16,6 +16,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, Store
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, is_linked, link_model
 from blobstore.store.local import LocalStore
@@ -338,7 +339,7 @@ def model(tmp_path: Path) -> Path:
 def test_quantized_weights_have_the_names_of_mlx(
     quant_type: str, experts: ExpertForm, store: LocalStore, model: Path, out: Path
 ) -> None:
-    create(model, NAME, store=store, quantize=quant_type, experts=experts)
+    create(model, NAME, store=store, quantize=QuantizeOptions(quant_type), experts=experts)
     linked = link_model(NAME, out, store=store)
     assert_as_exported(store, out)
     found = raw_tensors(out)
@@ -356,7 +357,7 @@ def test_copies_only_tensors_that_mlx_has_in_another_order(
     share_blocks(monkeypatch, block=512)
     results = {}
     for form in FORMS:
-        create(model, form, store=store, quantize="int8", experts=form)
+        create(model, form, store=store, quantize=QuantizeOptions("int8"), experts=form)
         linked = link_model(form, tmp_path / form, store=store)
         results[form] = (linked.shared, linked.copied)
         export_model(form, tmp_path / f"{form}-out", store=store)
@@ -370,7 +371,7 @@ def test_copies_only_tensors_that_mlx_has_in_another_order(
 def test_splits_gathered_tensors_into_files_as_an_export_does(
     store: LocalStore, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create(model, NAME, store=store, quantize="int4")
+    create(model, NAME, store=store, quantize=QuantizeOptions("int4"))
     monkeypatch.setattr("blobstore.folders.link_plan.SHARD_SIZE", 50_000)
     linked = link_model(NAME, out, store=store)
     assert linked.copied > 4
@@ -416,7 +417,7 @@ def test_weights_of_gpt_oss_keep_their_own_names(
 
 
 def test_finds_damage_in_copied_blobs(store: LocalStore, model: Path, out: Path) -> None:
-    create(model, NAME, store=store, quantize="int4")
+    create(model, NAME, store=store, quantize=QuantizeOptions("int4"))
     flip(blob_path(store, "lm_head.weight"))
     with pytest.raises(BlobDamaged, match=r"model m:latest: layer 'lm_head\.weight': .* damaged"):
         link_model(NAME, out, store=store)
@@ -577,7 +578,7 @@ def test_a_file_with_the_name_of_a_variant_becomes_a_model_without_one(
 def test_a_folder_is_linked_only_while_it_has_all_of_its_files(
     store: LocalStore, model: Path, out: Path
 ) -> None:
-    create(model, NAME, store=store, quantize="int4")
+    create(model, NAME, store=store, quantize=QuantizeOptions("int4"))
     assert not is_linked(NAME, out, store=store)
     assert link_model(NAME, out, store=store).copied
     for name in contents(out):

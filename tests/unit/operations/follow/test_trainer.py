@@ -27,6 +27,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
 from blobstore.sources.huggingface import HuggingFaceFolder
@@ -314,7 +315,7 @@ def test_a_missing_model_and_a_missing_folder_are_errors(run: Run, tmp_path: Pat
 
 
 def test_a_model_that_was_converted_is_refused(run: Run) -> None:
-    create(run.base, "policy", store=run.store, quantize="int8")
+    create(run.base, "policy", store=run.store, quantize=QuantizeOptions("int8"))
     run.step()
     with pytest.raises(UnsupportedSource, match="without --quantize"):
         run.follow()

@@ -53,6 +53,7 @@ from tests.support.frozen import (
     weights,
 )
 from tests.support.models import add_blobs, blob
+from tests.support.options import grouped
 
 
 @pytest.fixture
@@ -530,7 +531,7 @@ def test_create_reuses_frozen_blobs(store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(folder, "a", store=store)
     freeze_models(["a"], store=store)
     for options in ({}, {"paranoid": True}):
-        created = blobstore.create(folder, "b", store=store, **options)  # type: ignore[call-overload]
+        created = blobstore.create(folder, "b", store=store, **grouped(options))  # type: ignore[call-overload]
         assert created.bytes_written == 0
     assert forms_of(store, "b") == {"x": "cold", "": "hot"}
     assert_whole(store, "b", {"x": 1})

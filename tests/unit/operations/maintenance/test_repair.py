@@ -34,11 +34,12 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import plan_source
+from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.repair import Repaired, _Repair, repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import DAMAGES, blob_path, flip, flip_header, truncate, write_manifest
 from tests.support.models import (
@@ -50,6 +51,7 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
+from tests.support.options import grouped
 
 NAME = Reference.parse("m")
 PLAIN = "model.embed_tokens.weight"
@@ -143,7 +145,7 @@ def test_repairs_a_complete_model_however_it_was_created(
 ) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "source", quantizable_tensors(), shards=3)
-    create(folder, NAME, store=store, quantize=quantize, experts=experts)
+    create(folder, NAME, store=store, quantize=QuantizeOptions(quantize), experts=experts)
     paths = sorted(store.folder("blobs").iterdir())
     right = [path.read_bytes() for path in paths]
     for number, path in enumerate(paths):
@@ -827,7 +829,7 @@ def test_every_layer_is_repaired_from_the_source(
     kind: str, options: dict[str, Any], store: LocalStore, tmp_path: Path
 ) -> None:
     source = _write_source(tmp_path / "source", kind)
-    create(source, "m", store=store, **options)
+    create(source, "m", store=store, **grouped(options))
     manifest = store.resolve("m")
     for layer in manifest.blobs:
         is_record = layer.media_type == media_types.SOURCE
@@ -846,7 +848,7 @@ _GIVEN = {"exclude", "keep", "weights", "ignore_unindexed", "subtree", "skip_unr
 @pytest.mark.slow
 def test_a_damaged_record_needs_the_options_of_create(store: LocalStore, tmp_path: Path) -> None:
     source = _write_source(tmp_path / "source", "plain")
-    create(source, "m", store=store, exclude=["READ*"])
+    create(source, "m", store=store, source_options=SourceOptions(exclude=("READ*",)))
     (layer,) = store.resolve("m").layers_of(media_types.SOURCE)
     Path(store.blob_path(layer.digest)).unlink()
     (fault,) = repair_models(["m"], source, store=store).faults

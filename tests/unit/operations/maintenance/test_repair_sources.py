@@ -24,13 +24,14 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
+from tests.support.options import grouped
 
 FILES = {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
 
 
 def made(tensors: Arrays, store: LocalStore, tmp_path: Path, **options: Any) -> Path:
     folder = write_folder(tmp_path / "source", tensors, files=FILES)
-    create(folder, "m", store=store, **options)
+    create(folder, "m", store=store, **grouped(options))
     return folder
 
 

@@ -19,6 +19,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header
@@ -179,7 +180,12 @@ def test_names_the_tensor_of_a_blob_whose_header_is_lost(
 
 def test_names_a_quantized_tensor_and_not_its_qparams(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    create(write_folder(tmp_path / "s", quantizable_tensors()), NAME, store=store, quantize="int4")
+    create(
+        write_folder(tmp_path / "s", quantizable_tensors()),
+        NAME,
+        store=store,
+        quantize=QuantizeOptions("int4"),
+    )
     for layer in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
         flip(blob_path(store, layer))
         flip(blob_path(store, layer), 0)

@@ -14,6 +14,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.signatures.cosign import parse_signature
@@ -114,7 +115,7 @@ def test_lists_the_files_that_an_export_writes(
     origin: Path, tmp_path: Path, key: KeyFiles, name: str, quantize: str | None, layout: Layout
 ) -> None:
     store = LocalStore(tmp_path / "store")
-    create(origin / name, name, store=store, quantize=quantize)
+    create(origin / name, name, store=store, quantize=QuantizeOptions(quantize))
     folder = tmp_path / "folder"
     if layout == "export":
         export_model(name, folder, store=store)

@@ -41,6 +41,7 @@ from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import ColdCase
 from tests.support.models import add_blobs
+from tests.support.options import grouped
 from tests.support.serve_process import serving
 from tests.support.stub_registry import StubRegistry
 
@@ -84,7 +85,7 @@ def publish(
     for number in numbers:
         add_blobs(trainer, f"policy:{number}", run[number])
         base = f"policy:{number - 1}" if number else None
-        pushed = push(f"policy:{number}", address, trainer, base, **options)
+        pushed = push(f"policy:{number}", address, trainer, base, **grouped(options))
         sizes.append(pushed.bytes_cold)
     return sizes
 
@@ -92,7 +93,7 @@ def publish(
 def push(
     name: str, address: str, trainer: LocalStore, base: str | None, **options: Any
 ) -> blobstore.Pushed:
-    return blobstore.push(name, address, store=trainer, cold=True, base=base, **options)
+    return blobstore.push(name, address, store=trainer, cold=True, base=base, **grouped(options))
 
 
 def client(folder: Path, run: list[dict[str, bytes]], number: int) -> LocalStore:

@@ -20,6 +20,7 @@ from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.damage import blob_path
 from tests.support.models import add_blobs
+from tests.support.options import grouped
 from tests.support.registry import Server
 
 
@@ -111,7 +112,7 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
 def test_a_model_has_the_same_id_in_a_registry_as_in_a_store(
     local: LocalStore, remote: str, options: dict[str, Any]
 ) -> None:
-    pushed = push_model("one", remote, store=local, **options)
+    pushed = push_model("one", remote, store=local, **grouped(options))
 
     (entry,) = read_remote_catalog(f"oci://{remote}")
 

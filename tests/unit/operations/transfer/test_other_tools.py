@@ -12,10 +12,12 @@ import pytest
 from safetensors import safe_open
 
 import blobstore
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
+from tests.support.options import grouped
 
 FORMS: dict[str, dict[str, Any]] = {
     "oci": {},
@@ -51,7 +53,7 @@ def digest_of(remote: str) -> object:
 def test_skopeo_copies_a_model_to_a_folder_and_back(
     store: LocalStore, remote: str, tmp_path: Path, form: str
 ) -> None:
-    pushed = blobstore.push("dense", remote, store=store, **FORMS[form])
+    pushed = blobstore.push("dense", remote, store=store, **grouped(FORMS[form]))
     plain = "--src-tls-verify=false", "--dest-tls-verify=false"
     tool("skopeo", "copy", "--all", *plain, f"docker://{remote}", f"dir:{tmp_path / 'copy'}")
     tool("skopeo", "copy", "--all", *plain, f"dir:{tmp_path / 'copy'}", f"docker://{remote}-back")
@@ -65,7 +67,7 @@ def test_skopeo_copies_a_model_to_a_folder_and_back(
 def test_skopeo_copies_a_model_to_an_oci_layout(
     store: LocalStore, remote: str, tmp_path: Path, form: str
 ) -> None:
-    pushed = blobstore.push("dense", remote, store=store, **FORMS[form])
+    pushed = blobstore.push("dense", remote, store=store, **grouped(FORMS[form]))
     layout = tmp_path / "layout"
     source, target = f"docker://{remote}", f"oci:{layout}:latest"
     # Otherwise skopeo compresses the tars of an image, and the copy is another image.
@@ -85,7 +87,7 @@ def test_skopeo_shows_the_manifest_byte_for_byte(store: LocalStore, remote: str)
 def test_umoci_unpacks_an_image_to_a_folder_of_weight_files(
     store: LocalStore, remote: str, tmp_path: Path
 ) -> None:
-    blobstore.push("dense", remote, store=store, layout="image")
+    blobstore.push("dense", remote, store=store, registry=RegistryOptions(layout="image"))
     layout = tmp_path / "layout"
     source, target = f"docker://{remote}", f"oci:{layout}:latest"
     tool("skopeo", "copy", "--src-tls-verify=false", source, target)

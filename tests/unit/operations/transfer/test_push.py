@@ -22,10 +22,12 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.transfer.push import Pushed
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
-from blobstore.registry.layouts.plan import FILE_PATH
+from blobstore.registry.layouts.plan import FILE_PATH, RemoteLayout
 from blobstore.registry.layouts.read import RemoteModel, read_model
 from blobstore.registry.manifest import RemoteManifest
 from blobstore.registry.reference import RemoteReference
@@ -37,10 +39,11 @@ from blobstore.store.local import LocalStore
 from blobstore.store.notes import pack, unpack
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
+from tests.support.options import grouped
 from tests.support.registry import Server, token_registry
 from tests.support.token_server import TokenServer
 
-LAYOUTS = ["oci", "ollama", "image"]
+LAYOUTS: tuple[RemoteLayout, ...] = ("oci", "ollama", "image")
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def origin(tmp_path: Path) -> LocalStore:
 
 
 def push(origin: LocalStore, remote: str, name: str = "org/Dense", **options: Any) -> Pushed:
-    return blobstore.push(name, remote, store=origin, **options)
+    return blobstore.push(name, remote, store=origin, **grouped(options))
 
 
 def read_back(remote: str) -> tuple[RemoteModel, dict[Digest, bytes]]:
@@ -106,7 +109,7 @@ def damage(store: LocalStore, digest: Digest) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_model_comes_back(origin: LocalStore, remote: str, layout: Any) -> None:
-    done = push(origin, remote, layout=layout, verify=True)
+    done = push(origin, remote, registry=RegistryOptions(layout=layout), verify=True)
     assert not done.is_unchanged
     assert done.bytes_verified == done.bytes_sent + done.bytes_mounted + done.bytes_present > 0
     model, contents = read_back(remote)
@@ -119,11 +122,11 @@ def test_the_same_model_comes_back(origin: LocalStore, remote: str, layout: Any)
 def test_an_unchanged_model_costs_one_request(
     origin: LocalStore, remote: str, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = push(origin, remote, layout=layout)
+    first = push(origin, remote, registry=RegistryOptions(layout=layout))
     counts = count_calls(
         monkeypatch, "head_manifest", "blob_size", "mount_blob", "upload_blob", "put_manifest"
     )
-    again = push(origin, remote, layout=layout)
+    again = push(origin, remote, registry=RegistryOptions(layout=layout))
     assert again.is_unchanged
     assert again.digest == first.digest
     assert again.bytes_sent == 0
@@ -136,14 +139,17 @@ def test_equal_models_of_two_stores_have_equal_remote_digests(
     other = LocalStore(tmp_path / "other")
     blobstore.create(tmp_path / "dense", "team/Dense", store=other)
     for layout in LAYOUTS:
-        first = push(origin, remote, layout=layout)
-        assert push(other, remote, "team/Dense", layout=layout).digest == first.digest
+        first = push(origin, remote, registry=RegistryOptions(layout=layout))
+        assert (
+            push(other, remote, "team/Dense", registry=RegistryOptions(layout=layout)).digest
+            == first.digest
+        )
 
 
 def test_a_model_of_more_layers_than_a_manifest_may_have_becomes_an_index(
     origin: LocalStore, remote: str
 ) -> None:
-    done = push(origin, remote, max_layers=3, verify=True)
+    done = push(origin, remote, registry=RegistryOptions(max_layers=3), verify=True)
     assert done.manifests > 3
     model, _ = read_back(remote)
     assert model.manifest == origin.read_manifest("org/Dense")
@@ -169,10 +175,10 @@ def test_a_registry_that_refuses_many_layers_gets_an_index(
     tensors = {f"layers.{number}.weight": tensor for number in range(150)}
     blobstore.create(write_folder(tmp_path / "source", tensors), "many", store=store)
     with pytest.raises(RemoteRefused, match="layers; if that is too many .* '--max-layers 100'"):
-        push(store, remote, "many", max_layers=10_000)
+        push(store, remote, "many", registry=RegistryOptions(max_layers=10_000))
     with pytest.raises(RemoteRefused, match="'--layout oci'"):
-        push(store, remote, "many", layout="ollama")
-    assert push(store, remote, "many", max_layers=100).manifests == 3
+        push(store, remote, "many", registry=RegistryOptions(layout="ollama"))
+    assert push(store, remote, "many", registry=RegistryOptions(max_layers=100)).manifests == 3
     assert read_back(remote)[0].manifest == store.read_manifest("many")
 
 
@@ -186,7 +192,11 @@ def test_no_blob_is_mounted_from_the_repository_itself(
     origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = count_calls(monkeypatch, "mount_blob")
-    pushed = push(origin, remote, mount_from=[RemoteReference.parse(remote).repository])
+    pushed = push(
+        origin,
+        remote,
+        registry=RegistryOptions(mount_from=(RemoteReference.parse(remote).repository,)),
+    )
     assert pushed.bytes_sent
     assert calls == {"mount_blob": 0}
 
@@ -198,7 +208,9 @@ def test_blobs_are_mounted_from_a_given_repository(
     other = LocalStore(tmp_path / "other")  # it has pushed nothing before
     blobstore.create(tmp_path / "dense", "org/Dense", store=other)
     repository = RemoteReference.parse(remote).repository
-    second = push(other, f"{remote}-copy", mount_from=["tests/none", repository])
+    second = push(
+        other, f"{remote}-copy", registry=RegistryOptions(mount_from=("tests/none", repository))
+    )
     assert (second.bytes_sent, second.bytes_mounted) == (0, first.bytes_sent)
 
 
@@ -251,7 +263,7 @@ def test_progress_only_grows_and_ends_at_the_total(
     push(
         origin,
         remote,
-        layout=layout,
+        registry=RegistryOptions(layout=layout),
         verify=True,
         progress=lambda _, done, total: reports.append((done, total)),
     )
@@ -318,7 +330,7 @@ def test_a_damaged_blob_is_never_published(origin: LocalStore, remote: str, layo
     layer = origin.resolve("org/Dense").layers_of(media_types.TENSOR)[2]
     damage(origin, layer.digest)
     with pytest.raises(BlobDamaged, match="is damaged.*repair") as caught:
-        push(origin, remote, layout=layout)
+        push(origin, remote, registry=RegistryOptions(layout=layout))
     assert layout == "image" or layer.name in str(caught.value)
     address = RemoteReference.parse(remote)
     with RegistryClient(address.host) as client:
@@ -395,7 +407,7 @@ def test_wrong_options_are_refused(
     origin: LocalStore, remote: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        push(origin, remote, **options)
+        push(origin, remote, **grouped(options))
 
 
 def test_a_digest_is_nothing_to_push_to(origin: LocalStore, remote: str) -> None:
@@ -455,7 +467,7 @@ def test_a_killed_upload_goes_on_where_it_stopped(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(PushCache, "keep_session", die)
-        push(store, remote, "large", layout="ollama")
+        push(store, remote, "large", registry=RegistryOptions(layout="ollama"))
     offsets: list[int] = []
     pieces = CheckedPieces.__call__
 
@@ -464,7 +476,7 @@ def test_a_killed_upload_goes_on_where_it_stopped(
         return pieces(self, offset)
 
     monkeypatch.setattr(CheckedPieces, "__call__", recorded)
-    done = push(store, remote, "large", layout="ollama", verify=True)
+    done = push(store, remote, "large", registry=RegistryOptions(layout="ollama"), verify=True)
     assert [offset for offset in offsets if offset] == [PART]
     assert done.bytes_resumed == PART
     assert done.bytes_sent + PART + done.bytes_present == done.bytes_verified
@@ -485,7 +497,9 @@ def test_two_processes_never_go_on_with_one_upload(
         assert first.session(blob) == UploadSession("http://127.0.0.1/first", PART)
     with PushCache(store, address) as third:
         assert third.session(blob) == UploadSession("http://127.0.0.1/first", PART)
-    push(store, remote, "large", layout="ollama", verify=True)  # the server does not know it
+    push(
+        store, remote, "large", registry=RegistryOptions(layout="ollama"), verify=True
+    )  # the server does not know it
 
 
 def test_a_store_that_cannot_be_written_is_pushed(
@@ -514,7 +528,7 @@ def test_a_large_blob_is_read_and_hashed_once_although_it_is_sent_in_parts(
             yield piece
 
     monkeypatch.setattr(store, "read_pieces", counted)
-    push(store, remote, "large", layout="ollama")
+    push(store, remote, "large", registry=RegistryOptions(layout="ollama"))
     assert read < len(content) + 1000
 
 
@@ -534,7 +548,7 @@ def described(remote: str) -> tuple[dict[str, Any], list[str]]:
 def test_quantized_blobs_are_not_offered_as_weight_files(tmp_path: Path, remote: str) -> None:
     store = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "source", quantizable_tensors())
-    blobstore.create(folder, "small", store=store, quantize="int8")
+    blobstore.create(folder, "small", store=store, quantize=QuantizeOptions("int8"))
     push(store, remote, "small")
     config, paths = described(remote)
     assert config["quantization"] == "int8"
@@ -549,7 +563,14 @@ def test_a_gguf_model_of_ollama_is_pushed_in_every_layout(tmp_path: Path, remote
     store = LocalStore(tmp_path / "store")
     add_gguf_model(store, "gguf")
     for layout in LAYOUTS:
-        pushed = push(store, f"{remote}-{layout}", "gguf", layout=layout, verify=True, cold=True)
+        pushed = push(
+            store,
+            f"{remote}-{layout}",
+            "gguf",
+            registry=RegistryOptions(layout=layout),
+            verify=True,
+            cold=True,
+        )
         assert pushed.cold_blobs == 0
         assert read_back(f"{remote}-{layout}")[0].manifest == store.read_manifest("gguf")
     values, paths = described(f"{remote}-oci")
@@ -568,7 +589,7 @@ def test_a_gguf_model_of_ollama_is_pulled_from_every_layout(
 ) -> None:
     store, other = LocalStore(tmp_path / "store"), LocalStore(tmp_path / "other")
     add_gguf_model(store, "gguf")
-    push(store, remote, "gguf", layout=layout)
+    push(store, remote, "gguf", registry=RegistryOptions(layout=layout))
     assert blobstore.pull(remote, "gguf", store=other).layout == layout
     assert other.read_manifest("gguf") == store.read_manifest("gguf")
     assert not blobstore.verify(store=other).faults

@@ -10,8 +10,7 @@ import pytest
 
 import blobstore
 from blobstore.core.rate_limit import RateLimiter
-from blobstore.errors import BlobDamaged, ModelNotFound, UsageError
-from blobstore.operations.transfer.registry_target import RegistryOptions
+from blobstore.errors import BlobDamaged, ModelNotFound
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.frozen import put
@@ -132,34 +131,3 @@ def test_a_lost_compressed_form_is_sent_again_if_the_model_is_verified(
     again = blobstore.push("m", f"file://{folder}", store=origin, cold=True, verify=True)
     assert again.bytes_sent == first.bytes_cold > size
     assert blobstore.push("m", f"file://{folder}", store=origin, verify=True).is_unchanged
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"layout": "image"},
-        {"max_layers": 3},
-        {"mount_from": ["team/model"]},
-        {"mount": False},
-        {"part_size": 10**6},
-        {"sign_key": "key.pem"},
-        {"plain_http": True},
-    ],
-    ids=lambda option: str(*option),
-)
-def test_object_storage_refuses_options_of_registries(
-    origin: LocalStore, tmp_path: Path, option: dict[str, Any]
-) -> None:
-    address = f"file://{tmp_path}/objects"
-    (name,) = option
-    with pytest.raises(UsageError, match=f"^{name} is for registries, and .* is object storage$"):
-        blobstore.push("m", address, store=origin, **option)
-    assert not (tmp_path / "objects").exists()
-
-
-def test_object_storage_accepts_the_defaults_of_these_options(
-    origin: LocalStore, tmp_path: Path
-) -> None:
-    RegistryOptions(passphrase=lambda: b"").check_unused("s3://bucket")
-    address = f"file://{tmp_path}/objects"
-    assert blobstore.push("m", address, store=origin, mount_from=[]).bytes_sent

@@ -12,6 +12,7 @@ import blobstore
 from blobstore.errors import NotTrusted
 from blobstore.http.retry import Patience
 from blobstore.operations.transfer.push import push_model
+from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry import client as client_module
 from blobstore.store.local import LocalStore
 from tests.attacks.test_request_rules import Registry
@@ -53,7 +54,9 @@ def test_registry_that_denies_the_list_is_named_with_its_status(
         return reply(status) if is_it else None
 
     with RawServer(registry) as server:
-        blobstore.push("m", f"{server.host}/a:v1", store=store, layout="ollama")
+        blobstore.push(
+            "m", f"{server.host}/a:v1", store=store, registry=RegistryOptions(layout="ollama")
+        )
         registry.override = deny
         with pytest.raises(NotTrusted, match=f"signatures could not be read: .*status {status}"):
             blobstore.pull(f"{server.host}/a:v1", "m", store=other)
