@@ -47,6 +47,7 @@ class Access:
 
     def client(self, request: Request, target: Target) -> Client:
         """Return who asks. Raises Refused for a request that must not be answered."""
+        client = Client(bool(_presented(request)), self.upstream_token(request))
         is_known = self.hosts is None or self._is_known(request.headers.get("host", ""))
         if self.tokens and self._without_own(request) is None:
             message = "this server needs a token"
@@ -57,7 +58,7 @@ class Access:
             # As DNS rebinding makes them: a page of another site that reads what this machine serves.
             message = "this server does not answer for this host name"
             raise Refused(json_response({"error": message}, 421))
-        return Client(bool(_presented(request)), self.upstream_token(request))
+        return client
 
     def upstream_token(self, request: Request) -> str:
         """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.
