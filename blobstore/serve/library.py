@@ -11,7 +11,9 @@ import contextlib
 import math
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from blobstore.core.digest import Digest
@@ -24,12 +26,13 @@ from blobstore.manifests.reference import (
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.description import Description, describe
+from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.serve.names import IMAGE, any_tag, name_of
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels, source_of
-from blobstore.serve.tags import Tags
+from blobstore.serve.tags import MANY_TAGS, Tags
 from blobstore.serve.unprepared import NotPrepared, UnknownSource, prepared
 
 if TYPE_CHECKING:
@@ -221,7 +224,7 @@ class Library:
             return found
         known, found = self._names.get(reference), None
         if known and known[0] == version:
-            found = self._artifacts.get((reference, version, self._signed_at(known[1])))
+            found = self._artifacts.get((reference, version, signed_at(self.store, known[1])))
         if found is None or not self._protection.touch(found.model):
             raise NotPrepared(self._make_artifact, reference, version)
         return found
@@ -244,6 +247,15 @@ class Library:
     def tags_having(self, repository: Reference, digest: Digest) -> Sequence[Reference]:
         """Return the tags whose artifacts seem to have a manifest or a blob. Raises as :meth:`model`."""
         return list(filter(self.is_allowed, self._tags.having(repository, digest)))
+
+    def look_ahead(self) -> None:
+        """Find out what registries have of repositories with many tags, for which no client should wait.
+
+        No request causes it, so it tells nobody what there is. Call it on a thread. Raises StoreError.
+        """
+        for repository, count in Counter(map(any_tag, self.names())).items():
+            if count >= MANY_TAGS:
+                prepared(partial(self._tags.having, repository, _NO_DIGEST))
 
     def keys(self, repository: Reference) -> Mapping[Reference, Digest]:
         """Return the digests of the manifests of a repository that are served, by their tags. Raises as :meth:`model`."""
@@ -418,10 +430,10 @@ class Library:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
         key = self._protected(data, manifest)
-        signed = self._signed_at(key)
+        signed = signed_at(self.store, key)
         made = make_artifact(self.store, reference, data, manifest)
         self._keep(made, (reference, version, signed), manifest)
-        self._tags.note(key, made.digests())
+        self._tags.note(reference, key, made.digests())
         self._names[reference] = version, key
 
     def _keep(self, made: Artifact, kept_as: object, manifest: Manifest) -> None:
@@ -435,21 +447,14 @@ class Library:
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest
         artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
-        self._tags.note(artifact.model, artifact.digests())
+        self._tags.note(artifact.reference, artifact.model, artifact.digests())
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         key = self._protected(data, manifest)
         made = make_image(self.store, reference, key)
         self._keep(made, (tag, version), manifest)
-        self._tags.note(key, made.digests(), IMAGE)
-
-    def _signed_at(self, manifest: Digest) -> int:
-        """Return when a model got its last signature; 0 if it has none."""
-        try:
-            return self.store.signature_folder(manifest).stat().st_mtime_ns
-        except OSError:
-            return 0
+        self._tags.note(reference, key, made.digests(), IMAGE)
 
     def _hash(self, model: ServedModel) -> None:
         if model.manifest is not None:
@@ -531,6 +536,7 @@ class _Watch:
 
 
 _MAX_COMMITS = 10_000
+_NO_DIGEST = Digest("0" * 64)
 
 
 def _folded(repository: Reference) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,6 +124,7 @@ def serve(
 
             return answer(request, library, access(), all_metrics, through)
 
+        threading.Thread(target=_look_ahead, args=(library,), daemon=True).start()
         run_server(
             respond,
             library.store,
@@ -134,6 +136,11 @@ def serve(
             heals=upstream is not None,
             drain=drain,
         )
+
+
+def _look_ahead(library: Library) -> None:
+    with contextlib.suppress(BlobstoreError, OSError):  # a response to a client reports it
+        library.look_ahead()
 
 
 def _read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:

@@ -2,12 +2,14 @@
 
 A folder is listed again when its version has changed, on a thread; a look at it costs one status. What a question
 about a repository needs of each of its tags is kept by the digest of the manifest: the beginnings of the digests of
-all that a registry has of it. :meth:`Tags.having` alone reads them, and finds tags that are worth a look.
+all that a registry has of it. :meth:`Tags.having` alone reads them, and finds tags that are worth a look. What blobs
+had to be read for is noted in the store, so that it is there after a restart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from array import array
 from bisect import bisect_left
@@ -19,6 +21,14 @@ from blobstore.core.files import FileVersion
 from blobstore.errors import BlobstoreError, InvalidReference
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.serve.made_digests import (
+    MadeDigests,
+    number_of,
+    numbers_of,
+    read_made,
+    signed_at,
+    write_made,
+)
 from blobstore.serve.unprepared import NotListed
 from blobstore.store.scan import is_folder, scan_folder
 
@@ -33,6 +43,8 @@ _UNSETTLED_SECONDS: Final = 1.0
 """How long a list holds that may lack such a change."""
 _MAX_FOLDERS: Final = 200_000
 _MAX_SEARCHES: Final = 10_000
+MANY_TAGS: Final = 32
+"""So many manifests take a client's time to describe."""
 _REPOSITORY: Final = 3
 """Folders between the root of all manifests and a repository: host, namespace, model."""
 
@@ -82,10 +94,12 @@ class Tags:
         self._manifests: dict[Reference, _Manifests] = {}
         self._blobs: dict[Digest, array[int]] = {}
         """What the manifests with these digests name."""
-        self._made: dict[Digest, array[int]] = {}
-        """What a registry has of them besides."""
-        self._derived: dict[Digest, tuple[str, array[int]]] = {}
+        self._made: dict[tuple[str, Digest], MadeDigests] = {}
+        """What a registry has of them besides, in a repository: some of it has the name."""
+        self._derived: dict[tuple[str, Digest], tuple[str, array[int]]] = {}
         """What it has under another tag, which ends with this."""
+        self._describing = threading.Lock()
+        """Held for one manifest, so that none is described twice."""
         self._complete: dict[Reference, _Manifests] = {}
         """The repositories of all of whose manifests that is known."""
         self._found: dict[tuple[Reference, Digest], _Found] = {}
@@ -198,17 +212,27 @@ class Tags:
         if key not in self._blobs:
             self._blobs[key] = array("Q")
             with contextlib.suppress(BlobstoreError):
-                self._blobs[key] = _numbers(blob.digest for blob in Manifest.from_bytes(data).blobs)
+                self._blobs[key] = numbers_of(
+                    blob.digest for blob in Manifest.from_bytes(data).blobs
+                )
         return key
 
     # Digests
 
-    def note(self, key: Digest, digests: Iterable[Digest], ending: str = "") -> None:
+    def note(
+        self, repository: Reference, key: Digest, digests: Iterable[Digest], ending: str = ""
+    ) -> None:
         """Remember the digests of all that a registry has of a manifest, under its tag or one with another ending."""
+        place = self._path(repository), key
         if ending:
-            self._derived[key] = ending, _numbers(digests)
+            self._derived[place] = ending, numbers_of(digests)
         else:
-            self._made[key] = _numbers(digests)
+            self._made[place] = self._made_of(key, digests, signed_at(self._store, key))
+
+    def _made_of(self, key: Digest, digests: Iterable[Digest], signed: int) -> MadeDigests:
+        known = set(self._blobs.get(key, ()))
+        made = array("Q", (one for one in numbers_of(digests) if one not in known))
+        return MadeDigests(signed, made)
 
     def having(self, repository: Reference, digest: Digest) -> Sequence[Reference]:
         """Return the tags that seem to have a manifest or a blob with this digest."""
@@ -226,14 +250,13 @@ class Tags:
     def _search(self, repository: Reference, digest: Digest) -> None:
         manifests = self._manifests[repository]
         is_complete = self._complete.get(repository) is manifests
-        number, nothing = _number(digest), array("Q")
+        path, number, nothing = self._path(repository), number_of(digest), array("Q")
         found = []
         for tag, key in manifests.keys.items():
-            if _has(self._blobs.get(key, nothing), number) or _has(
-                self._made.get(key, nothing), number
-            ):
+            made = self._made.get((path, key))
+            if _has(self._blobs.get(key, nothing), number) or (made and _has(made.numbers, number)):
                 found.append(tag)
-            ending, numbers = self._derived.get(key, ("", nothing))
+            ending, numbers = self._derived.get((path, key), ("", nothing))
             if _has(numbers, number):
                 found.append(Reference(*tag.parts[:_REPOSITORY], tag.tag + ending))
         if len(self._found) >= _MAX_SEARCHES:
@@ -241,21 +264,29 @@ class Tags:
         self._found[repository, digest] = _Found(manifests, is_complete, found)
 
     def _describe_all(self, repository: Reference) -> None:
-        manifests = self._manifests[repository]
+        manifests, path = self._manifests[repository], self._path(repository)
+        noted, signed = read_made(self._store, repository), set(self._store.signed_manifests())
+        described = 0
         for tag, key in manifests.keys.items():
-            if key not in self._made:
-                self.note(key, ())  # of one that is damaged, a registry has nothing
-                with contextlib.suppress(BlobstoreError):
-                    self.note(key, self._describe(tag))
+            with self._describing:
+                if (path, key) in self._made:
+                    continue
+                last = signed_at(self._store, key) if key in signed else 0
+                found = noted.get(key)
+                if found is None or found.signed != last:
+                    found = MadeDigests(last, array("Q"))  # a registry has nothing of a damaged one
+                    with contextlib.suppress(BlobstoreError):
+                        found = self._made_of(key, self._describe(tag), last)
+                        described += 1
+                self._made[path, key] = found
+        if described >= MANY_TAGS:
+            self._write_note(repository, manifests)
         self._complete[repository] = manifests
 
-
-def _number(digest: Digest) -> int:
-    return int(digest.hex[:16], 16)
-
-
-def _numbers(digests: Iterable[Digest]) -> array[int]:
-    return array("Q", sorted(map(_number, digests)))
+    def _write_note(self, repository: Reference, manifests: _Manifests) -> None:
+        path = self._path(repository)
+        made = {key: self._made[path, key] for key in manifests.keys.values()}
+        write_made(self._store, repository, {key: one for key, one in made.items() if one.numbers})
 
 
 def _has(numbers: array[int], number: int) -> bool:

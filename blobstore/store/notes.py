@@ -74,15 +74,17 @@ def write_own(path: Path, root: Path, kind: NoteKind, value: Mapping[str, Any]) 
         write_file(path, [pack(kind, _own_key(path), data)], mode=0o600, durable=False)
 
 
-def read_own(path: Path, kind: NoteKind) -> Any:
-    """Return the value of a note that this user has written; None if there is none."""
+def read_own(
+    path: Path, kind: NoteKind, parse: Callable[[Any], _Value] = lambda value: value
+) -> _Value | None:
+    """Return what ``parse`` makes of a note that this user has written; None as :func:`parsed`."""
     try:
         if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
             return None
         note = read_regular(path, _MAX_OWN)
     except (OSError, BlobstoreError):
         return None
-    return parsed(unpack(kind, _own_key(path), note), lambda value: value)
+    return parsed(unpack(kind, _own_key(path), note), parse)
 
 
 def _own_key(path: Path) -> Digest:

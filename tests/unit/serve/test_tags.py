@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
-from blobstore.serve.tags import Tags
+from blobstore.serve.tags import MANY_TAGS, Tags
 from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.store.local import LocalStore
 from tests.support.serve import ask, json_of
@@ -28,11 +30,15 @@ def described() -> list[Reference]:
 
 @pytest.fixture
 def tags(library: Library, described: list[Reference]) -> Tags:
+    return Tags(library.store, describer(described))
+
+
+def describer(described: list[Reference]) -> Callable[[Reference], Iterable[Digest]]:
     def describe(tag: Reference) -> Iterable[Digest]:
         described.append(tag)
         return [made(tag)]
 
-    return Tags(library.store, describe)
+    return describe
 
 
 def made(tag: Reference) -> Digest:
@@ -40,13 +46,16 @@ def made(tag: Reference) -> Digest:
 
 
 def add_tags(library: Library, count: int) -> list[Reference]:
-    """Give ``org/model`` more tags, each of another manifest."""
-    manifest = json.loads(library.store.read_manifest(REPOSITORY))
-    folder = library.store.manifest_path(REPOSITORY).parent
+    """Give ``org/model`` more tags, each of another manifest, with a config that says nothing of the layers."""
+    store = library.store
+    manifest = store.resolve(REPOSITORY)
+    folder = store.manifest_path(REPOSITORY).parent
     added = []
     for number in range(count):
-        data = json.dumps(manifest | {"annotations": {"number": str(number)}}).encode()
-        (folder / f"v{number:05}").write_bytes(data)
+        data = json.dumps({"number": number}).encode()
+        config = manifest.config._replace(digest=Digest.of(data), size=len(data))
+        Path(store.blob_path(config.digest)).write_bytes(data)
+        (folder / f"v{number:05}").write_bytes(replace(manifest, config=config).to_bytes())
         added.append(Reference.parse(f"org/model:v{number:05}"))
     return added
 
@@ -97,7 +106,7 @@ def test_blobs_of_manifests_are_found_without_a_look_at_what_is_made(
     library: Library, tags: Tags, described: list[Reference]
 ) -> None:
     added = add_tags(library, 3)
-    blob = library.store.resolve("org/model").blobs[0].digest
+    blob = library.store.resolve("org/model").layers[0].digest
     assert having(tags, blob) == [REPOSITORY, *added]
     assert described == []
 
@@ -119,8 +128,8 @@ def test_what_was_prepared_is_remembered(
     library: Library, tags: Tags, described: list[Reference]
 ) -> None:
     key = prepared(lambda: tags.keys(REPOSITORY))[REPOSITORY]
-    tags.note(key, [made(REPOSITORY)])
-    tags.note(key, [Digest.of(b"a layer")], ".image")
+    tags.note(REPOSITORY, key, [made(REPOSITORY)])
+    tags.note(REPOSITORY, key, [Digest.of(b"a layer")], ".image")
     assert having(tags, made(REPOSITORY)) == [REPOSITORY]
     assert having(tags, Digest.of(b"a layer")) == [Reference.parse("org/model:latest.image")]
     assert described == []
@@ -129,7 +138,7 @@ def test_what_was_prepared_is_remembered(
 def test_a_damaged_manifest_hides_no_other(library: Library, tags: Tags) -> None:
     (first,) = add_tags(library, 1)
     library.store.manifest_path(first).write_bytes(b"{")
-    blob = library.store.resolve("org/model").blobs[0].digest
+    blob = library.store.resolve("org/model").layers[0].digest
     assert having(tags, blob) == [REPOSITORY]
     assert list(tags.all()) == [REPOSITORY, first]
 
@@ -180,3 +189,43 @@ def test_a_list_is_never_of_before_it_was_asked_for(library: Library) -> None:
         copy_model("org/model", f"org/other{number}", store=library.store)
         names = {one["id"] for one in json_of(ask(library, "/api/models"))}
         assert names == {"org/model", *(f"org/other{one}" for one in range(number + 1))}
+
+
+def test_what_is_made_is_noted_for_the_next_server(
+    library: Library, tags: Tags, described: list[Reference]
+) -> None:
+    added = add_tags(library, MANY_TAGS)
+    assert having(tags, Digest.of(b"absent")) == []
+    assert described == [REPOSITORY, *added]
+    described.clear()
+    library.store.keep_signature(tags.keys(REPOSITORY)[added[3]], b"{}", is_verified=False)
+    later = Tags(library.store, describer(described))
+    assert having(later, made(added[1])) == [added[1]]
+    assert having(later, Digest.of(b"absent")) == []
+    assert described == [added[3]]  # which has more since
+    copy_model("org/model", "org/other", store=library.store)
+    other = Reference.parse("org/other")
+    assert prepared(lambda: later.having(other, made(REPOSITORY))) == []
+    assert described == [added[3], other]  # its name is another
+
+
+def test_an_absent_digest_opens_no_blob_after_a_look_ahead(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_tags(library, MANY_TAGS)
+    opened: list[Digest] = []
+    read = LocalStore.read_blob
+
+    def counted(store: LocalStore, digest: Digest, *rest: int) -> bytes:
+        opened.append(digest)
+        return read(store, digest, *rest)
+
+    library.look_ahead()
+    monkeypatch.setattr(LocalStore, "read_blob", counted)
+    for one in (library, Library(library.store)):  # as after a restart
+        for digest in (Digest.of(b"absent"), Digest.of(b"another")):
+            assert ask(one, f"/v2/org/model/blobs/{digest}").status == 404
+            assert ask(one, f"/v2/org/model/manifests/{digest}").status == 404
+    assert opened == []
+    assert ask(library, "/v2/org/model/manifests/latest").status == 200
+    assert opened

@@ -1,0 +1,82 @@
+"""The digests of what a registry has of the manifests of a repository besides their blobs, kept across restarts.
+
+Headers of weights and small files are read for them, which takes a millisecond or more for each manifest. The note
+of a repository is a file, since 10,000 files would take as long to read as a client waits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from blobstore.core.digest import Digest
+from blobstore.store.notes import NoteKind, read_own, write_own
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+_NOTE: Final = NoteKind("made digests 1")
+"""Changes with the bytes of the manifests and configs that are made."""
+_DIGITS: Final = 16
+
+
+class MadeDigests(NamedTuple):
+    """What a registry has of one manifest."""
+
+    signed: int
+    """When the manifest got its last signature, which a registry has too."""
+    numbers: array[int]
+    """The beginnings of the digests, sorted."""
+
+
+def signed_at(store: LocalStore, manifest: Digest) -> int:
+    """Return when a model got its last signature; 0 if it has none."""
+    try:
+        return store.signature_folder(manifest).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def number_of(digest: Digest) -> int:
+    """Return the beginning of a digest."""
+    return int(digest.hex[:_DIGITS], 16)
+
+
+def numbers_of(digests: Iterable[Digest]) -> array[int]:
+    """Return the beginnings of digests, sorted."""
+    return array("Q", sorted(map(number_of, digests)))
+
+
+def read_made(store: LocalStore, repository: Reference) -> dict[Digest, MadeDigests]:
+    """Return what was noted of the manifests of a repository, which may lack some, and have others."""
+    return read_own(_path(store, repository), _NOTE, _parsed) or {}
+
+
+def write_made(
+    store: LocalStore, repository: Reference, made: Mapping[Digest, MadeDigests]
+) -> None:
+    """Note it, unless the store cannot be written."""
+    value = {
+        key.hex: [one.signed, "".join(f"{number:0{_DIGITS}x}" for number in one.numbers)]
+        for key, one in made.items()
+    }
+    write_own(_path(store, repository), store.root, _NOTE, value)
+
+
+def _path(store: LocalStore, repository: Reference) -> Path:
+    name = "/".join(repository.parts[:3])  # which configs have
+    return store.folder("remotes") / f"served-{Digest.of(name.encode()).hex}"
+
+
+def _parsed(value: Any) -> dict[Digest, MadeDigests]:
+    return {
+        Digest(key): MadeDigests(
+            int(signed),
+            array("Q", (int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS))),
+        )
+        for key, (signed, text) in value.items()
+    }
