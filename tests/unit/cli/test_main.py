@@ -487,8 +487,13 @@ def test_advice_names_options_and_not_arguments_of_python(
 ) -> None:
     run("create", moe, "moe")
     error = run_json("cp", "moe", "dense", exit_code=1)["error"]
-    assert error["message"] == "another model has the name 'dense:latest'; replace it with --force"
-    with pytest.raises(NameTaken, match=r"'dense:latest'; replace it with force=True$"):
+    assert (
+        error["message"]
+        == "another model has the name 'dense:latest'; replace it with --force, or choose another name"
+    )
+    with pytest.raises(
+        NameTaken, match=r"'dense:latest'; replace it with force=True, or choose another name$"
+    ):
         blobstore.copy("moe", "dense", store=stored)
     file = tmp_path / "force=True"
     file.touch()

@@ -12,6 +12,7 @@ from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.plan import ModelPlan, plan_source
+from blobstore.sources.base import SourceFile
 from blobstore.sources.open import open_source
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
@@ -52,16 +53,21 @@ def test_rejects_a_file_whose_size_changes(tmp_path: Path, change: bytes) -> Non
     source = open_source(write_folder(tmp_path, dense_tensors(), files={"merges.txt": b"a b"}))
     (_, layer) = file_layers(source)
     (tmp_path / "merges.txt").write_bytes(change)
-    with pytest.raises(DamagedSource, match=r"merges\.txt' changed while it was imported"):
+    with pytest.raises(DamagedSource, match=r"merges\.txt' changed while it was read"):
         list(layer.buffers())
     source.close()
 
 
 def test_large_json_is_not_stored_as_json(tmp_path: Path) -> None:
-    source = open_source(write_folder(tmp_path, dense_tensors(), files={"x.json": b"{}"}))
-    os.truncate(tmp_path / "x.json", 64 * 2**20 + 1)
-    kinds = {layer.name: layer.media_type for layer in file_layers(source)}
-    assert kinds["x.json"] == media_types.FILE
+    source = open_source(write_folder(tmp_path, dense_tensors()))
+    path = tmp_path / "x.json"
+    path.touch()
+    os.truncate(path, 64 * 2**20 + 1)
+    source.versions.record(path)
+    # As in a repository that is kept whole.
+    vars(source)["files"] = [SourceFile("x.json", path)]
+    (layer,) = file_layers(source)
+    assert layer.media_type == media_types.FILE
     source.close()
 
 
