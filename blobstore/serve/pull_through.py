@@ -125,8 +125,7 @@ class PullThrough:
         """When commits were last fetched by this process."""
         self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
         """When an arrival has begun, and from where."""
-        self._fetched_bytes = self._fetched_models = 0
-        self._is_closed = False
+        self._fetched_bytes, self._fetched_models, self._is_closed = 0, 0, False
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._note)
         self._others = OtherFiles(library, self._limit, self._arrivals, self._ask, self._note)
@@ -508,6 +507,7 @@ class PullThrough:
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next((one for one, _ in names_of(self._library, asked, commit)), name)
             arrival = Arrival(self._store, name, asked.repository, found, claim, self)
+            self._library.pulled.hold(key)
             self._arrivals[key], self._names[key] = arrival, {name}
             self._begun[key] = time.monotonic(), found
             arrival.start()
@@ -517,7 +517,7 @@ class PullThrough:
         for reference, manifest in names_of(self._library, asked, commit):
             with contextlib.suppress(BlobstoreError):
                 if reference != asked.reference and not asked.is_commit:
-                    self._name(asked.reference, manifest)
+                    self._name(asked.reference, manifest, (asked.repository, commit))
                 return True
         return False
 
@@ -548,11 +548,13 @@ class PullThrough:
             raise NameTaken(f"{reference} is a model of the store's own by now")
         return seen
 
-    def _name(self, reference: Reference, manifest: Manifest) -> None:
+    def _name(self, reference: Reference, manifest: Manifest, commit: tuple[str, str]) -> None:
         """Give a model that was fetched one more name, unless that is the store's own."""
         try:
-            self._store.names.publish(self.update_of(reference), manifest)
-            self._library.pulled.give(reference, manifest)
+            with self._library.pulled.held(commit) as is_recorded:
+                if is_recorded:  # without a record, it would be for everyone
+                    self._store.names.publish(self.update_of(reference), manifest)
+                    self._library.pulled.give(reference, manifest)
         except BlobstoreError as error:
             self._note(model=str(reference), error=str(error))
 
@@ -568,13 +570,14 @@ class PullThrough:
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
                     self._library.pulled.give(arrival.reference, manifest)
                     for reference in self._names[key] - {arrival.reference}:
-                        self._name(reference, manifest)
+                        self._name(reference, manifest, key)
             bounded(self._fetched_at)[key] = time.monotonic()
         with self._lock:
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)
             begun, _ = self._begun.pop(key)
             del self._arrivals[key]
+            self._library.pulled.release(key)
             self._fetched_bytes += arrival.fetched
             self._fetched_models += arrival.created is not None
             if arrival.error is not None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -148,6 +149,7 @@ class PulledModels:
         self._used: dict[Commit, float] = {}
         """When models were last used by this process, and when that was noted."""
         self._noted: dict[Commit, float] = {}
+        self._held: Counter[Commit] = Counter()
         self._look()
 
     def own(self) -> None:
@@ -260,20 +262,40 @@ class PulledModels:
             make_folders(self._folder, self._store.root)
             write_file(path, [data])
 
-    def forget(self, origin: Origin) -> None:
-        """Remove the record of a commit that the store has no model of any more. Raises OSError."""
-        self._path(origin.repository, origin.commit).unlink(missing_ok=True)
+    def hold(self, commit: Commit) -> None:
+        """Keep the record of a commit, once there is one, until :meth:`release`: a fetch gives a name to it."""
         with self._lock:
-            key = (origin.repository, origin.commit)
+            self._held[commit] += 1
+
+    def release(self, commit: Commit) -> None:
+        """Let the record of a commit be forgotten, if nobody else holds it."""
+        with self._lock:
+            self._held -= Counter([commit])
+
+    @contextlib.contextmanager
+    def held(self, commit: Commit) -> Iterator[bool]:
+        """Hold the record of a commit within the block. Yield whether there is one."""
+        self.hold(commit)
+        try:
+            yield commit in self.records()
+        finally:
+            self.release(commit)
+
+    def forget(self, origin: Origin) -> None:
+        """Remove the record of a commit that the store has no model of, unless somebody holds it. Raises OSError."""
+        key = (origin.repository, origin.commit)
+        with self._lock:
+            if self._held[key]:  # a fetch gives a name to it
+                return
+            self._path(*key).unlink(missing_ok=True)
             records = {one: found for one, found in self._records.items() if one != key}
-            self._set(records, self._public)
-        if not any(one.repository == origin.repository for one in records.values()):
-            self._path(origin.repository).unlink(missing_ok=True)
-            with self._lock:
-                others = self._public.items()
-                self._set(
-                    self._records, {one: it for one, it in others if one != origin.repository}
-                )
+            public = self._public
+            if not any(
+                repository == origin.repository for repository, _ in (*records, *self._held)
+            ):
+                self._path(origin.repository).unlink(missing_ok=True)
+                public = {one: it for one, it in public.items() if one != origin.repository}
+            self._set(records, public)
 
     def give(self, reference: Reference, manifest: Manifest) -> None:
         """Note that a fetch has given a name this manifest, if it still has it.

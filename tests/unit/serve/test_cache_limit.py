@@ -244,3 +244,13 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     limit._remove(removed)
     assert names(store) == ["a", "b"]
     assert limit._pulled.restricted() == {"org/a"}
+
+
+def test_the_record_of_a_model_that_is_fetched_again_stays_when_its_space_is_taken(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    pulled = limit._pulled
+    with pulled.held(("org/a", "0" * 40)):
+        claimed(limit, MOST).spend(MOST)
+        assert names(store) == []
+    assert [one.repository for one in pulled.all()] == ["org/a"]

@@ -48,6 +48,22 @@ def test_a_record_survives_the_process(store: LocalStore) -> None:
     assert again.all() == PulledModels(store).all() == []
 
 
+def test_a_record_that_a_fetch_holds_is_not_forgotten(store: LocalStore) -> None:
+    pulled, commit = PulledModels(store), (ORIGIN.repository, ORIGIN.commit)
+    with pulled.held(commit) as is_recorded:
+        assert not is_recorded
+    pulled.keep(ORIGIN, is_public=False)
+    pulled.hold(commit)
+    with pulled.held(commit) as is_recorded:
+        assert is_recorded
+    pulled.forget(ORIGIN)
+    assert PulledModels(store).all() == [ORIGIN]
+    assert not pulled.is_public(ORIGIN.repository)
+    pulled.release(commit)
+    pulled.forget(ORIGIN)
+    assert pulled.all() == PulledModels(store).all() == []
+
+
 def test_the_last_use_survives_the_process(store: LocalStore) -> None:
     pulled = PulledModels(store)
     assert pulled.last_use(ORIGIN) == 0
