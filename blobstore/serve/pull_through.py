@@ -381,7 +381,7 @@ class PullThrough:
         is_public = self._library.pulled.is_public(asked.repository)
         # A client that may not read what the store has must not learn that it is there.
         has_answer = origin is not None and (
-            is_public or self._rights.of(client, asked.repository) is not None
+            is_public or self._rights.of(client, asked.repository, origin.commit) is not None
         )
         is_patient = not has_answer and self._patient.acquire(blocking=False)
         try:
@@ -405,7 +405,9 @@ class PullThrough:
                 until = now + max(min(self._fresh, _RETRY_SECONDS), 1)
                 bounded(self._tags)[asked.reference] = _Known(origin.commit, until)
                 if is_public:
-                    self._give(origin.peer, EVERYONE, asked.repository, origin.commit, now, until)
+                    only = origin.commit if origin.peer else ""
+                    right = Right(origin.peer, EVERYONE, asked.repository, only, now, until)
+                    self._rights.give(right)
             else:
                 message = "the upstream cannot be reached, or does not answer as a Hub"
                 self._refuse(asked, client, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
@@ -426,17 +428,13 @@ class PullThrough:
             bounded(self._renamed)[requested] = any_tag(asked.reference), until
         giver = found.peer.name if found.is_peer and found.peer else UPSTREAM
         client = EVERYONE if found.is_peer else client
-        self._give(giver, client, asked.repository, found.commit, now, until)
+        only = "" if giver == UPSTREAM and found.is_whole else found.commit
+        self._rights.give(Right(giver, client, asked.repository, only, now, until))
         bounded(self._tags)[asked.reference] = _Known(found.commit, until)
-        if giver == UPSTREAM and self._library.pulled.of_repository(asked.repository):
+        is_judged = giver == UPSTREAM and found.is_whole
+        if is_judged and self._library.pulled.of_repository(asked.repository):
             self._judge(found)
             self._rights.note_public(asked.repository)
-
-    def _give(
-        self, giver: str, client: str, repository: str, commit: str, asked: float, until: float
-    ) -> None:
-        only = "" if giver == UPSTREAM else commit
-        self._rights.give(Right(giver, client, repository, only, asked, until))
 
     def _refused(self, asked: Asked, client: str) -> None:
         """Take back rights to a repository that the upstream refuses, also under the name that it had lately."""
@@ -459,7 +457,7 @@ class PullThrough:
                 pass  # nobody has said that they may
             else:
                 until = time.monotonic() + max(self._fresh, 1)
-                self._give(UPSTREAM, EVERYONE, repository, "", now, until)
+                self._rights.give(Right(UPSTREAM, EVERYONE, repository, "", now, until))
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
@@ -530,9 +528,11 @@ class PullThrough:
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
         """See :class:`ArrivalHost`."""
-        if not origin.peer:
-            self._judge(self._begun[arrival.repository, arrival.commit][1])
-        self._rights.note_public(arrival.repository, origin)
+        found = self._begun[arrival.repository, arrival.commit][1]
+        is_judged = not origin.peer and found.is_whole
+        if is_judged:
+            self._judge(found)
+        self._rights.note_public(arrival.repository, origin, is_judged=is_judged)
 
     def files_listed(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""

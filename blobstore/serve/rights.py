@@ -1,6 +1,7 @@
 """The ledger of rights: who may read what an upstream or a peer has, who said so, and until when.
 
-Only the upstream gives rights to a repository, and only the upstream takes them back. A peer does not know who may
+Only the upstream gives rights to a repository, and only the upstream takes them back. If it was asked about a
+revision without a file that can be gated, its answer opens that commit alone. A peer does not know who may
 read what: its answer opens the commit that comes from it, unless the upstream has restricted the repository. A
 refusal takes back every right that it contradicts: that of the client, and if that is everyone, those that peers
 have given, too. It says nothing about other clients, nor does one of a token about everyone: it may be the token
@@ -26,6 +27,7 @@ EVERYONE: Final = ""
 """The client of all who have no token for the upstream."""
 UPSTREAM: Final = ""
 """Who gives rights to whole repositories; others are peers."""
+NOTHING: Final = ("", "")
 MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
 
@@ -46,9 +48,9 @@ class Right:
     until: float
 
     @property
-    def opens(self) -> str:
-        """The repository that it opens all of; empty if it is for a commit."""
-        return self.repository if self.giver == UPSTREAM else ""
+    def opens(self) -> tuple[str, str]:
+        """The restricted repository, and the only commit of it, that it opens: none if a peer gave it."""
+        return (self.repository, self.commit) if self.giver == UPSTREAM else NOTHING
 
 
 class Rights:
@@ -83,31 +85,33 @@ class Rights:
 
     def of(self, client: str, repository: str, commit: str = "") -> Right | None:
         """Return the right by which a client may read a repository now, or at least a commit of it."""
-        keys = [(repository, EVERYONE, ""), (repository, client, "")]
-        if commit and self._pulled.is_public(repository):
-            keys.append((repository, EVERYONE, commit))
+        keys = [(repository, one, which) for which in ("", commit) for one in (EVERYONE, client)]
+        is_public = self._pulled.is_public(repository)
         now = time.monotonic()
         for key in keys:
             right = self._rights.get(key)
             if (
                 right is not None
+                and (is_public or right.giver == UPSTREAM)
                 and now < right.until
                 and right.asked > self._refused.get(key[:2], 0.0)
             ):
                 return right
         return None
 
-    def note_public(self, repository: str, origin: Origin | None = None) -> None:
+    def note_public(
+        self, repository: str, origin: Origin | None = None, *, is_judged: bool = True
+    ) -> None:
         """Note durably whether everyone may read a repository now, and that ``origin`` is being fetched from it.
 
-        Call it after the upstream was asked as everyone. Raises StoreError.
+        ``is_judged`` is whether the upstream was asked as everyone; if not, what is noted stays. Raises StoreError.
         """
         with self._noting:  # so that the last answer is noted last
             is_public = self.of(EVERYONE, repository) is not None
             if origin is None:
                 self._pulled.note_public(repository, is_public=is_public)
             else:
-                self._pulled.keep(origin, is_public=None if origin.peer else is_public)
+                self._pulled.keep(origin, is_public=is_public if is_judged else None)
 
 
 def client_of(token: str) -> str:

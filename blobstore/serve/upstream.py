@@ -42,6 +42,8 @@ _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=REFUSALS)
 _MAIN: Final = "main"
 """The branch that each repository of the Hub has."""
 _MAX_REDIRECTS: Final = 5
+_OPEN: Final = (".md", ".gitattributes")
+"""Endings of the files of a gated repository that the Hub may give to everyone."""
 
 
 class Revision(NamedTuple):
@@ -56,8 +58,8 @@ class Revision(NamedTuple):
 
     @property
     def probe(self) -> str:
-        """The name of a file that shows whether a client may read the model."""
-        return next((name for name in self.names if name.endswith(WEIGHTS)), self.names[0])
+        """The name of a file of weights, which shows whether a client may read the model; empty if there is none."""
+        return next((name for name in self.names if name.endswith(WEIGHTS)), "")
 
 
 class Upstream(NamedTuple):
@@ -159,9 +161,28 @@ class UpstreamClient:
         name = self._name_of(info, repository)
         return Revision(commit, names, name, Description.from_info(info))
 
-    def check_access(self, repository: str, revision: Revision) -> None:
-        """Check that this client may read the files of a model. Raises as :meth:`revision`."""
-        url = self._file_url(repository, revision.commit, revision.probe)
+    def check_access(self, repository: str, revision: Revision) -> bool:
+        """Return whether this client may read a whole repository, and not only this revision of it.
+
+        The Hub gives the card of a gated repository to everyone. Only a large file shows who may read the others.
+
+        Raises as :meth:`revision`: if the client may not read the files of the revision, too.
+        """
+        probe = revision.probe or self._large_file(repository, revision.commit)
+        self._check_file(repository, revision.commit, probe or revision.names[0])
+        return bool(probe)
+
+    def _large_file(self, repository: str, commit: str) -> str:
+        """Return the name of the largest file that may be gated; empty if there is none."""
+        large = [
+            one
+            for name, one in self.listing(repository, commit).items()
+            if one.algorithm == "sha256" and not name.lower().endswith(_OPEN)
+        ]
+        return max(large, key=lambda one: one.size).name if large else ""
+
+    def _check_file(self, repository: str, commit: str, name: str) -> None:
+        url = self._file_url(repository, commit, name)
         for _ in range(_MAX_REDIRECTS):
             request = Request(what=repository, method="HEAD", url=url, rule=_LOOK)
             reply = self._transport.fetch(request)

@@ -40,6 +40,8 @@ class FoundAt(NamedTuple):
     is_peer: bool = False
     """Whether it is in the list of peers."""
     description: Description = NOTHING
+    is_whole: bool = True
+    """Whether the upstream has shown that the client may read all of the repository."""
 
     def client(self, patience: Patience | None = None) -> UpstreamClient:
         """Return a client of the server. It is connected to nothing yet."""
@@ -130,13 +132,14 @@ class Upstreams:
             return client.user()
 
     def check_public(self, found: FoundAt) -> None:
-        """Check that the upstream gives a commit to everyone: to those who have no token of their own.
+        """Check that the upstream gives a whole repository to everyone: to those who have no token of their own.
 
         Raises as :meth:`find`.
         """
         with self._client(found._replace(token=self._token), IMPATIENT) as client:
             there = client.revision(found.repository, found.commit)
-            client.check_access(found.repository, there)
+            if not client.check_access(found.repository, there):
+                raise RemoteError("nothing shows whether it is restricted")
 
     def _ask(
         self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience
@@ -154,10 +157,10 @@ class Upstreams:
                 repository, there = there.repository, client.revision(there.repository, revision)
                 if there.repository != repository:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
-            client.check_access(repository, there)
+            is_whole = client.check_access(repository, there)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
         found = found._replace(repository=repository, commit=there.commit)
-        return found._replace(peer=peer, description=there.description)
+        return found._replace(peer=peer, description=there.description, is_whole=is_whole)

@@ -35,8 +35,8 @@ class Visible:
     _library: Library
     _restricted: Collection[str]
     """The repositories of the upstream that are not for everyone."""
-    _opened: str = ""
-    """That of them which the client may read."""
+    _opened: tuple[str, str] = ("", "")
+    """That of them which the client may read, and the only commit of it; an empty one stands for all."""
     _asked: Reference | None = None
     """The repository that the client asks for, and"""
     _named: Reference | None = None
@@ -47,8 +47,8 @@ class Visible:
     """Returns a file that the store lacks, as it arrives; None if nobody has such files."""
 
     @classmethod
-    def of(cls, library: Library, opened: str = "") -> Visible:
-        """Return what everyone may read, and the repository ``opened``. Raises StoreError."""
+    def of(cls, library: Library, opened: tuple[str, str] = ("", "")) -> Visible:
+        """Return what everyone may read, and the repository or commit ``opened``. Raises StoreError."""
         return cls(library, library.pulled.restricted(), opened)
 
     def named(self, asked: Reference, name: Reference) -> Visible:
@@ -57,9 +57,10 @@ class Visible:
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read what was fetched from there; None is what the store has of its own."""
-        if origin is None or origin.repository == self._opened:
+        if origin is None or origin.repository not in self._restricted:
             return True
-        return origin.repository not in self._restricted
+        repository, commit = self._opened
+        return origin.repository == repository and commit in ("", origin.commit)
 
     def _only(self, found: _Served | None) -> _Served | None:
         return found if found is not None and self.shows(found.origin) else None

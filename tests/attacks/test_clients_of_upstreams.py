@@ -82,6 +82,28 @@ def test_a_commit_of_a_restricted_model_whose_tag_is_allowed_is_for_its_readers(
         assert server.request(FILE.replace("main", commit), Authorization=RIGHT)[0] == 200
 
 
+def test_a_revision_that_has_only_a_card_opens_no_gated_repository(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    (folder / "README.md").write_text("# A card")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "README.md").write_text("# A card")
+    first = hub.branch(NAME, "refs/pr/7", tmp_path / "first").commit
+    restrict(hub)
+    hub.repos[NAME].is_listed, hub.repos[NAME].open_files = True, {"README.md"}
+    with serving(store, tmp_path, "--upstream", hub.url, limits=IMPATIENT) as server:
+        fetch(server, RIGHT)
+        for revision in (first, "refs%2Fpr%2F7"):
+            server.request(f"/{NAME}/resolve/{revision}/README.md")
+            assert hub.requests[f"HEAD /{NAME}/resolve/{first}/README.md"] > 0
+            until(lambda: server.request(FILE)[0] != 503)
+            assert server.request(FILE)[0] == 401
+            assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
+        assert NAME.encode() not in server.request("/api/models")[2]
+    with serving(store, tmp_path) as server:
+        assert server.request(FILE)[0] == 404
+
+
 @pytest.mark.parametrize("options", [["--peers", "http://127.0.0.1:9"], []])
 def test_a_restricted_model_stays_restricted_when_the_server_has_no_upstream(
     options: list[str], hub: HubServer, store: LocalStore, tmp_path: Path

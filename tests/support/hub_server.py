@@ -37,6 +37,8 @@ class Repo:
     gated: bool = False
     is_listed: bool = False
     """Whether revisions and names of files are for everyone, as those of gated models at the Hub."""
+    open_files: set[str] = field(default_factory=set)
+    """Files that are for everyone, as the card of a gated model is at the Hub."""
     corrupt: set[str] = field(default_factory=set)
     """Files whose bytes are changed on the way, their length kept."""
     short: set[str] = field(default_factory=set)
@@ -189,6 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             known.token
             and not parts["store"]
             and (parts["file"] or not known.is_listed)
+            and parts["file"] not in known.open_files
             and self.headers.get("Authorization") != f"Bearer {known.token}"
         ):
             kind = "GatedRepo" if known.gated else "RepoNotFound"

@@ -36,7 +36,7 @@ def test_the_upstream_gives_a_repository_to_a_client_or_to_everyone(ledger: Righ
     ledger.give(right(READER))
     found = ledger.of(READER, NAME, COMMIT)
     assert found is not None
-    assert found.opens == NAME
+    assert found.opens == (NAME, "")
     assert ledger.of(EVERYONE, NAME, COMMIT) is None
     assert ledger.of(client_of("hf_other"), NAME) is None
     assert ledger.of(READER, "org/other") is None
@@ -48,10 +48,22 @@ def test_a_peer_opens_the_commit_that_it_gives_and_nothing_else(ledger: Rights) 
     ledger.give(right(giver=PEER, commit=COMMIT))
     found = ledger.of(READER, NAME, COMMIT)
     assert found is not None
-    assert found.opens == ""
+    assert found.opens == ("", "")
     assert ledger.of(READER, NAME) is ledger.of(READER, NAME, OTHER) is None
     ledger.give(right(giver=PEER))
     assert ledger.of(READER, NAME) is None, "no peer gives a repository"
+
+
+def test_the_upstream_opens_a_commit_that_shows_nothing_of_its_repository(
+    ledger: Rights, pulled: PulledModels
+) -> None:
+    ledger.give(right(commit=COMMIT))
+    ledger.note_public(NAME, Origin(NAME, COMMIT), is_judged=False)
+    assert pulled.restricted() == {NAME}
+    found = ledger.of(READER, NAME, COMMIT)
+    assert found is not None
+    assert found.opens == (NAME, COMMIT)
+    assert ledger.of(READER, NAME) is ledger.of(READER, NAME, OTHER) is None
 
 
 def test_a_peer_opens_nothing_of_a_repository_that_the_upstream_restricts(
@@ -119,12 +131,12 @@ def test_what_is_durable_is_what_the_ledger_says(ledger: Rights, pulled: PulledM
 def test_a_commit_of_a_peer_says_nothing_about_its_repository(
     ledger: Rights, pulled: PulledModels
 ) -> None:
-    ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER))
+    ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER), is_judged=False)
     assert pulled.restricted() == set()
     ledger.note_public(NAME, Origin(NAME, OTHER))
     assert pulled.restricted() == {NAME}
     ledger.give(right())
-    ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER))
+    ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER), is_judged=False)
     assert pulled.restricted() == {NAME}, "nobody was asked as everyone since"
 
 

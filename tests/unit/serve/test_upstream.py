@@ -54,11 +54,32 @@ def test_other_addresses_are_refused(url: str) -> None:
     [
         (["README.md", "model.safetensors"], "model.safetensors"),
         (["README.md", "a/pytorch_model.bin"], "a/pytorch_model.bin"),
-        (["README.md", "config.json"], "README.md"),
+        (["README.md", "config.json"], ""),
     ],
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
     assert Revision("a" * 40, names, "org/model").probe == probe
+
+
+@pytest.mark.parametrize(
+    ("files", "is_whole"),
+    [
+        ({"README.md": 9000, "config.json": 10}, False),
+        ({"README.md": 9000, "vocabulary.txt": 2000, "merges.txt": 1500}, True),
+    ],
+)
+def test_without_weights_a_large_file_other_than_the_card_shows_who_may_read_a_repository(
+    files: dict[str, int], is_whole: bool, tmp_path: Path
+) -> None:
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(b"a" * size)
+    with HubServer() as hub:
+        repo = hub.add("org/model", tmp_path)
+        with UpstreamClient(Upstream.parse(hub.url), "") as client:
+            revision = client.revision("org/model", repo.commit)
+            assert client.check_access("org/model", revision) is is_whole
+        probe = "vocabulary.txt" if is_whole else "README.md"
+        assert hub.requests[f"HEAD /org/model/resolve/{repo.commit}/{probe}"] == 1
 
 
 def test_an_upstream_says_what_a_model_is_for(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_no_question_finds_what_is_restricted_even_if_it_was_prepared(library: L
     assert all(seen(Visible.of(library)).values())
     library.pulled.note_public(NAME, is_public=False)
     assert not any(seen(Visible.of(library)).values())
-    assert not any(seen(Visible.of(library, "org/other")).values())
-    assert all(seen(Visible.of(library, NAME)).values())
+    assert not any(seen(Visible.of(library, ("org/other", ""))).values())
+    assert all(seen(Visible.of(library, (NAME, ""))).values())
     assert not any(seen(Visible.of(library)).values()), "nor after a reader was there"
     assert prepared(lambda: Visible.of(library).model(MINE)) is not None
     assert prepared(lambda: Visible.of(library).tags(MINE)) == [MINE]
@@ -78,7 +78,7 @@ def test_no_question_finds_what_is_restricted_before_it_was_prepared(library: Li
     assert not any(seen(Visible.of(library)).values())
     assert not library._artifacts.values()
     assert not library._models.values(), "nothing is prepared that is not seen"
-    assert all(seen(Visible.of(library, NAME)).values())
+    assert all(seen(Visible.of(library, (NAME, ""))).values())
 
 
 def test_what_is_not_served_is_not_seen(library: Library) -> None:
