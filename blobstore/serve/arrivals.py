@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
     from blobstore.serve.arriving_file import Claim
+    from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.peers import PeerFiles, Peers
-    from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore

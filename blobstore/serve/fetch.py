@@ -13,7 +13,7 @@ from blobstore.serve.refusal import Refusal
 
 if TYPE_CHECKING:
     from blobstore.serve.arriving_file import ArrivingFile, Claim
-    from blobstore.serve.upstreams import FoundAt
+    from blobstore.serve.find_upstream import FoundAt
     from blobstore.store.local import LocalStore
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from blobstore.serve.arriving_file import Claim
     from blobstore.serve.asked import Asked
     from blobstore.serve.cache_limit import CacheLimit
+    from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library, ServedModel
-    from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.hub_listing import ListedFile
 
 

@@ -30,6 +30,7 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival, lock_arrivals
 from blobstore.serve.asked import Asked, is_own, names_of
 from blobstore.serve.cache_limit import CacheLimit
+from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
 from blobstore.serve.messages import PEER, log_line
@@ -42,20 +43,19 @@ from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, c
 from blobstore.serve.token_owners import TokenOwners
 from blobstore.serve.unprepared import NotFetched, OnlyHere, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
-from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.manifests.model import Manifest
+    from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.peers import Peer
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
-    from blobstore.serve.upstreams import FoundAt
     from blobstore.store.names import NameUpdate
 
 _RETRY_SECONDS: Final = 15.0

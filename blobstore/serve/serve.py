@@ -14,8 +14,8 @@ from blobstore.core.files import FileVersion, read_regular
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
-from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
+from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.store.local import LocalStore, StoreLike
 

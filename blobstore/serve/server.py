@@ -1,4 +1,4 @@
-"""The server: sockets, threads and time around :func:`~blobstore.serve.answer.answer`.
+"""The server: sockets, threads and time around :func:`~blobstore.serve.routes.answer`.
 
 This is the only module that imports aiohttp, whose low-level server parses requests and keeps connections. It
 finishes the responses that are being sent when it is asked to stop, as far as they are in time.

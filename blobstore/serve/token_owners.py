@@ -19,8 +19,8 @@ from blobstore.serve.unprepared import NotFetched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from blobstore.serve.find_upstream import Upstreams
     from blobstore.serve.messages import Response
-    from blobstore.serve.upstreams import Upstreams
 
 _SECONDS: Final = 5.0
 """How long an answer of the upstream is repeated."""

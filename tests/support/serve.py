@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from blobstore.serve.access import Access
-from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
 from blobstore.serve.messages import BlobPart, Part, Request, Response
+from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import prepared
 from blobstore.store.local import LocalStore
 

@@ -12,7 +12,7 @@ from blobstore.errors import NameConflict, RemoteError
 from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.verify import verify_models
-from blobstore.serve import arrivals, upstreams
+from blobstore.serve import arrivals, find_upstream
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.library import Library
 from blobstore.serve.model_files import model_files
@@ -72,7 +72,7 @@ def test_files_of_a_lost_upstream_stay_and_are_not_fetched_again(
     through: PullThrough, hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo.cut[WEIGHTS] = 1
-    monkeypatch.setattr(upstreams, "PATIENT", Patience(attempts=1))
+    monkeypatch.setattr(find_upstream, "PATIENT", Patience(attempts=1))
     assert isinstance(arrive(through).error, RemoteError)
     found = left(through)
     assert found[WEIGHTS] >= 100_000
@@ -95,7 +95,7 @@ def test_what_another_attempt_has_left_and_this_one_does_not_claim_is_removed(
     through: PullThrough, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo.cut[WEIGHTS] = 2
-    monkeypatch.setattr(upstreams, "PATIENT", Patience(attempts=1))
+    monkeypatch.setattr(find_upstream, "PATIENT", Patience(attempts=1))
     arrive(through)
     (folder,) = through._store.folder("arrivals").iterdir()
     (folder / "deep").mkdir()

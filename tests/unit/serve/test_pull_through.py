@@ -12,10 +12,10 @@ import pytest
 from blobstore.core import capacity
 from blobstore.serve import other_files, pull_through
 from blobstore.serve.access import Access
-from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
 from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import prepared
 from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore

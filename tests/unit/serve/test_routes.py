@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from blobstore.errors import BlobstoreError
 from blobstore.serve.access import Access
-from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
+from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import prepared
 from blobstore.store.local import LocalStore
 from tests.support.serve import ask, body_of, json_of
