@@ -430,10 +430,11 @@ class Library:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
         key = self._protected(data, manifest)
-        signed = signed_at(self.store, key)
-        made = make_artifact(self.store, reference, data, manifest)
-        self._keep(made, (reference, version, signed), manifest)
-        self._tags.note(reference, key, made.digests())
+        kept_as = reference, version, signed_at(self.store, key)
+        if kept_as not in self._artifacts:
+            made = make_artifact(self.store, reference, data, manifest)
+            self._keep(made, kept_as, manifest)
+            self._tags.note(reference, key, made.digests())
         self._names[reference] = version, key
 
     def _keep(self, made: Artifact, kept_as: object, manifest: Manifest) -> None:
@@ -452,9 +453,10 @@ class Library:
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         key = self._protected(data, manifest)
-        made = make_image(self.store, reference, key)
-        self._keep(made, (tag, version), manifest)
-        self._tags.note(reference, key, made.digests(), IMAGE)
+        if (tag, version) not in self._artifacts:
+            made = make_image(self.store, reference, key)
+            self._keep(made, (tag, version), manifest)
+            self._tags.note(reference, key, made.digests(), IMAGE)
 
     def _hash(self, model: ServedModel) -> None:
         if model.manifest is not None:

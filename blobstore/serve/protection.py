@@ -8,6 +8,7 @@ the lease of this process.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.store.local import LocalStore
 
+RETRY_SECONDS = 1.0
+"""How long a model is served whose blobs could not be leased, before that is tried again."""
+
 
 class _Model:
     def __init__(self, blobs: Collection[Digest]) -> None:
         self.blobs = blobs
+        self.is_sure_until = -math.inf
+        """When the blobs have to be leased again: never if they are, soon if the store could not be written."""
         self.used = time.monotonic()
         self.uses: WeakSet[Use] = WeakSet()
 
@@ -59,26 +65,33 @@ class Protection:
         self._looking = threading.Lock()
         """Held while the models are looked at, for no time: the thread of the event loop takes it."""
         self._lease = contextlib.ExitStack()
-        self._hold: Callable[[Iterable[Digest]], bool] = lambda _: False
+        self._hold: Callable[[Iterable[Digest]], bool] = _hold_nothing
+        self._is_current = True
+        """Whether the lease has the blobs of all models, and no others."""
 
     def add(self, manifest: Digest, blobs: Iterable[Digest]) -> None:
-        """Protect the blobs of a model, before the caller looks whether they are there. It counts as used now."""
+        """Protect the blobs of a model, before the caller looks whether they are there. It counts as used now.
+
+        If the store cannot be written, the model counts as protected for a moment only: it is served all the same.
+        """
         with self._changing:
             if self.touch(manifest):
                 return
-            model = _Model(frozenset(blobs))
             with self._looking:
-                self._models[manifest] = model
-            if not self._hold(model.blobs):
+                model = self._models.setdefault(manifest, _Model(frozenset(blobs)))
+            if self._hold(model.blobs):
+                model.is_sure_until = math.inf
+            else:
                 self._renew()
 
     def touch(self, manifest: Digest) -> bool:
-        """Note that a model is used now; return whether it is protected."""
+        """Note that a model is used now; return whether it is protected. If not, call :meth:`add`."""
         with self._looking:
             known = self._models.get(manifest)
-            if known is not None:
-                known.used = time.monotonic()
-            return known is not None
+            if known is None:
+                return False
+            known.used = time.monotonic()
+            return known.used < known.is_sure_until
 
     def use(self, manifest: Digest) -> Use:
         """Return a use of a model that was just touched. One without blobs in the store needs none."""
@@ -92,7 +105,10 @@ class Protection:
             return known is None or known.is_idle(seconds)
 
     def end_idle(self, seconds: float, manifests: Iterable[Digest] | None = None) -> list[Digest]:
-        """Protect models no longer, all or some, that are idle; return which these were."""
+        """Protect models no longer, all or some, that are idle; return which these were.
+
+        What could not be leased before is tried again.
+        """
         with self._changing:
             with self._looking:
                 asked = list(self._models if manifests is None else manifests)
@@ -100,14 +116,26 @@ class Protection:
                 idle = [one for one in idle if self._models[one].is_idle(seconds)]
                 for one in idle:
                     del self._models[one]
-            if idle:
+            if idle or not self._is_current:
                 self._renew()
         return idle
 
     def _renew(self) -> None:
-        """Replace the lease by one of the models that are left."""
-        before, self._lease = self._lease, contextlib.ExitStack()
-        blobs = set().union(*(model.blobs for model in self._models.values()))
+        """Replace the lease by one of the models that are left. It stays if the store cannot be written."""
+        models = list(self._models.values())
+        blobs = set().union(*(model.blobs for model in models))
+        lease = contextlib.ExitStack()
+        hold: Callable[[Iterable[Digest]], bool] = _hold_nothing
         if blobs:
-            self._hold = self._lease.enter_context(self._store.lease_if_writable(blobs))
-        before.close()
+            hold = lease.enter_context(self._store.lease_if_writable(()))
+        self._is_current = not blobs or hold(blobs)
+        if self._is_current:
+            self._lease, self._hold, lease = lease, hold, self._lease
+        lease.close()
+        soon = time.monotonic() + RETRY_SECONDS
+        for model in models:
+            model.is_sure_until = max(model.is_sure_until, math.inf if self._is_current else soon)
+
+
+def _hold_nothing(_: Iterable[Digest]) -> bool:
+    return False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.serve import protection as module
 from blobstore.serve.protection import Protection
 from blobstore.store.local import LocalStore
 
@@ -23,6 +27,17 @@ def protection(store: LocalStore) -> Protection:
 
 def leased(protection: Protection) -> set[Digest]:
     return set(protection._store.read_leases().digests)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let every write to a file fail."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_blobs_are_leased_while_their_model_is_used(protection: Protection) -> None:
@@ -78,3 +93,54 @@ def test_what_is_not_in_the_store_needs_no_protection(protection: Protection) ->
     use = protection.use(FIRST)
     use()
     assert protection.end_idle(0) == []
+
+
+def test_a_model_that_a_full_disk_keeps_from_its_lease_is_served_for_a_moment(
+    protection: Protection,
+) -> None:
+    with full_disk():
+        protection.add(FIRST, [A])
+        assert protection.touch(FIRST)
+    assert not leased(protection)
+
+
+def test_a_lease_that_was_not_written_is_tried_again_when_its_model_is_asked_for(
+    protection: Protection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0)
+    with full_disk():
+        protection.add(FIRST, [A])
+    assert not protection.touch(FIRST)
+    protection.add(FIRST, [A])
+    assert leased(protection) == {A}
+    assert protection.touch(FIRST)
+
+
+def test_a_lease_that_was_not_written_is_tried_again_from_time_to_time(
+    protection: Protection,
+) -> None:
+    with full_disk():
+        protection.add(FIRST, [A])
+        use = protection.use(FIRST)
+        assert protection.end_idle(0) == []
+    assert protection.end_idle(0) == []
+    assert leased(protection) == {A}
+    del use
+
+
+def test_a_full_disk_takes_no_lease_that_is_there(protection: Protection) -> None:
+    protection.add(FIRST, [A])
+    with full_disk():
+        protection.add(SECOND, [B])
+        assert leased(protection) == {A}
+        use = protection.use(FIRST)
+        assert protection.end_idle(0) == [SECOND]
+        assert leased(protection) == {A}
+    del use
+
+
+def test_no_lease_that_has_ended_is_written_to(protection: Protection) -> None:
+    protection.add(FIRST, [A])
+    assert protection.end_idle(0) == [FIRST]
+    protection.add(SECOND, [B])
+    assert leased(protection) == {B}
