@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     class Writer(Protocol):
         """What sends bytes."""
 
-        async def write(self, data: bytes) -> None:
+        async def write(self, data: bytes | memoryview) -> None:
             """Send bytes, and wait while too many are waiting."""
             ...
 
 
+WRITTEN = 256 << 10
+"""Bytes of a response that are in memory for a client that does not read."""
 WINDOW = 4 << 20
 """Bytes that are sent between two looks at whether the client takes them."""
 _SMALL = 64 << 10
@@ -86,8 +88,11 @@ class BodySender:
         """
         for number, part in enumerate(parts):
             if isinstance(part, bytes):
-                await writer.write(part)
-                on_sent(len(part))
+                # What the client does not take is copied: one write for each reader of a long part.
+                for begin in range(0, len(part), WRITTEN):
+                    piece = memoryview(part)[begin : begin + WRITTEN]
+                    await writer.write(piece)
+                    on_sent(len(piece))
                 continue
             if isinstance(part, FilePart):
                 await self._send_arriving(part, writer, transport, on_sent)

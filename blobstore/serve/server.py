@@ -24,7 +24,7 @@ from blobstore.core.escape import escape
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.blob_reader import BlobReader
-from blobstore.serve.body import BodySender
+from blobstore.serve.body import WRITTEN, BodySender
 from blobstore.serve.messages import PEER, Request, Response, json_response, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
@@ -32,7 +32,7 @@ from blobstore.serve.unprepared import List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from aiohttp import web
 
@@ -159,14 +159,21 @@ class Server:
         )
         self._connections = lambda: len(manager.connections)
 
-        most = max_connections()
+        loop, most, opening = asyncio.get_running_loop(), max_connections(), 0
+
+        def opened() -> None:
+            nonlocal opening
+            opening -= 1
 
         def connected() -> asyncio.Protocol:
-            if len(manager.connections) >= most:
+            nonlocal opening
+            if len(manager.connections) + opening >= most:
                 return _Refusal()
+            opening += 1
+            # The manager knows a connection only when the loop gets to it, after others were accepted.
+            loop.call_soon(loop.call_soon, opened)
             return manager()
 
-        loop = asyncio.get_running_loop()
         listening = await loop.create_server(connected, sock=listener, backlog=1024)
         chores = [
             asyncio.create_task(self._repeat(_LOG_SECONDS, self._flush)),
@@ -245,8 +252,9 @@ class Server:
             exchange.request = replace(exchange.request, body=body)
         response = without_body(exchange.request, await self._sound(exchange.request, answer))
         exchange.status = response.status
-        if all(isinstance(part, bytes) for part in response.parts):
-            data = b"".join(cast("Sequence[bytes]", response.parts))
+        texts = [part for part in response.parts if isinstance(part, bytes)]
+        if len(texts) == len(response.parts) and sum(map(len, texts)) <= WRITTEN:
+            data = b"".join(texts)
             exchange.sent = len(data)
             headers = _named(response)
             return await _begun(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -330,6 +332,29 @@ def test_connections_beyond_the_limit_are_refused(
         held.pop_all().close()  # they leave
         while not exchange(server, get("/healthz")).startswith(b"HTTP/1.1 200"):
             pass
+
+
+def test_connections_that_come_at_once_are_counted_before_they_are_made(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    store.root.mkdir()
+    with (
+        serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
+        contextlib.ExitStack() as held,
+    ):
+        pid = server.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        clients = [held.enter_context(connect(server)) for _ in range(20)]
+        for client in clients:
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        os.kill(pid, signal.SIGCONT)
+        # Those that are refused may end before their request was read.
+        statuses = []
+        for client in clients:
+            with contextlib.suppress(ConnectionError):
+                statuses.append(client.recv(1000)[9:12])
+        assert 0 < statuses.count(b"200") <= 3
 
 
 def test_a_thousand_idle_connections_cost_little(server: Serving, data: bytes) -> None:

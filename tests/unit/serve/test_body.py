@@ -21,7 +21,7 @@ from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve.blob_reader import BlobReader
-from blobstore.serve.body import BodySender
+from blobstore.serve.body import WRITTEN, BodySender
 from blobstore.serve.messages import BlobPart
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
@@ -116,7 +116,7 @@ def test_a_range_of_a_file_is_sent_as_it_is(
         reader, other = await asyncio.open_connection(sock=theirs)
 
         class Draining:
-            async def write(self, data: bytes) -> None:
+            async def write(self, data: bytes | memoryview) -> None:
                 writer.write(data)
                 await writer.drain()
 
@@ -132,6 +132,24 @@ def test_a_range_of_a_file_is_sent_as_it_is(
         return received, sum(sent)
 
     assert asyncio.run(run()) == (data[10:-10], size - 20)
+
+
+def test_a_long_part_is_written_in_pieces(store: LocalStore) -> None:
+    part, written = bytes(range(256)) * 3000, list[bytes]()
+
+    class Slow:
+        async def write(self, data: bytes | memoryview) -> None:
+            written.append(bytes(data))
+
+    async def run() -> None:
+        sender = BodySender(BlobReader(store, lambda _: None))
+        transport: Any = None
+        await sender.send([part, b""], Slow(), transport, lambda _: None)
+        sender.close()
+
+    asyncio.run(run())
+    assert b"".join(written) == part
+    assert max(map(len, written)) == WRITTEN
 
 
 @pytest.mark.parametrize("more", [1, 40])
