@@ -392,7 +392,7 @@ class PullThrough:
                 asked.revision,
                 token,
                 patience,
-                with_peers=is_public and not has_answer,
+                with_peers=self._rights.lets_peers(asked.repository) and not has_answer,
             )
         except Refusal as refusal:
             self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)

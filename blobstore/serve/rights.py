@@ -99,6 +99,13 @@ class Rights:
                 return right
         return None
 
+    def lets_peers(self, repository: str) -> bool:
+        """Return whether peers may say what a repository is: not if it is restricted, or was when last asked about."""
+        given = self._rights.get((repository, EVERYONE, ""))
+        refused = self._refused.get((repository, EVERYONE), 0.0)
+        is_refused = refused > (given.asked if given else 0.0)
+        return self._pulled.is_public(repository) and not is_refused
+
     def note_public(
         self, repository: str, origin: Origin | None = None, *, is_judged: bool = True
     ) -> None:

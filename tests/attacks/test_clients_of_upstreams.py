@@ -159,6 +159,31 @@ def test_a_peer_with_a_model_of_the_same_name_opens_no_restricted_one(
         assert server.request(FILE.replace("main", commit))[0] in {403, 404, 502, 503}
 
 
+def test_a_model_that_the_upstream_has_refused_does_not_come_from_a_peer_while_it_is_away(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(folder, NAME, store=other)
+    hub.add("org/new", folder)
+    create(folder, "org/new", store=other)
+    (tmp_path / "log").mkdir()
+    restrict(hub)
+    options = ("--upstream", hub.url, "--fresh=0", "--peers")
+    with (
+        serving(other, tmp_path / "log") as peer,
+        serving(store, tmp_path, *options, peer.url, limits=IMPATIENT) as server,
+    ):
+        assert server.request(FILE)[0] == 401
+        hub.repos[NAME].token, hub.repos[NAME].status = "", 502  # away
+        hub.repos["org/new"].status = 502
+        # A repository that the upstream was not asked about comes from the peer.
+        until(lambda: server.request(FILE.replace(NAME, "org/new"))[0] == 200)
+        until(lambda: server.request(FILE)[0] != 401)
+        assert server.request(FILE)[0] == 502
+        hub.repos[NAME].status = 0
+        until(lambda: server.request(FILE)[0] == 200)
+
+
 def test_a_peer_that_was_asked_first_opens_nothing_of_the_upstreams(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:

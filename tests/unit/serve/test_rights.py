@@ -99,6 +99,19 @@ def test_a_refusal_takes_back_what_it_contradicts(ledger: Rights) -> None:
     assert readers() == [True, True, True]
 
 
+def test_peers_are_asked_unless_the_upstream_has_refused_everyone_last(ledger: Rights) -> None:
+    assert ledger.lets_peers(NAME)
+    ledger.take_back(NAME, READER)
+    assert ledger.lets_peers(NAME), "the token may be wrong"
+    ledger.take_back(NAME, EVERYONE)
+    assert not ledger.lets_peers(NAME)
+    ledger.give(right(READER))
+    ledger.give(right(giver=PEER, commit=COMMIT))
+    assert not ledger.lets_peers(NAME)
+    ledger.give(right())
+    assert ledger.lets_peers(NAME)
+
+
 def test_an_answer_that_is_older_than_a_refusal_gives_nothing(ledger: Rights) -> None:
     slow = right()
     ledger.take_back(NAME, EVERYONE)
