@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CHECK = Path(__file__).parents[1] / ".ci" / "subjects"
+CHECK = Path(__file__).parents[1] / ".ci" / "commit-subjects"
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def repository(tmp_path: Path) -> Path:
     git(tmp_path, "init", "-q")
     commit(tmp_path, "o" * 73)
     (tmp_path / ".ci").mkdir()
-    shutil.copy(CHECK, tmp_path / ".ci" / "subjects")
+    shutil.copy(CHECK, tmp_path / ".ci" / "commit-subjects")
     git(tmp_path, "add", ".")
     commit(tmp_path, "Add the check")
     return tmp_path
@@ -34,7 +34,7 @@ def commit(folder: Path, message: str) -> None:
 
 def check(folder: Path) -> str:
     done = subprocess.run(
-        [folder / ".ci" / "subjects"], check=False, capture_output=True, text=True
+        [folder / ".ci" / "commit-subjects"], check=False, capture_output=True, text=True
     )
     assert done.returncode == (1 if done.stderr else 0)
     return done.stderr
@@ -55,6 +55,6 @@ def test_a_longer_subject_is_refused(repository: Path) -> None:
 
 def test_a_source_distribution_has_no_commits(tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
-    shutil.copy(CHECK, tmp_path / ".ci" / "subjects")
+    shutil.copy(CHECK, tmp_path / ".ci" / "commit-subjects")
 
     assert check(tmp_path) == ""
