@@ -132,11 +132,11 @@ class Upstreams:
             return client.user()
 
     def check_public(self, found: FoundAt) -> None:
-        """Check that the upstream gives a whole repository to everyone: to those who have no token of their own.
+        """Check that the upstream gives a whole repository to everyone, also without the server's token.
 
         Raises as :meth:`find`.
         """
-        with self._client(found._replace(token=self._token), IMPATIENT) as client:
+        with self._client(found._replace(token=""), IMPATIENT) as client:
             there = client.revision(found.repository, found.commit)
             if not client.check_access(found.repository, there):
                 raise RemoteError("nothing shows whether it is restricted")

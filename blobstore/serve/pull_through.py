@@ -113,7 +113,7 @@ class PullThrough:
         self._tags: dict[Reference, _Known] = {}
         self._renamed: dict[Reference, tuple[Reference, float]] = {}
         """What the upstream calls repositories that were asked for by other names, and until when that holds."""
-        self._rights = Rights(library.pulled)
+        self._rights = Rights(library.pulled, has_token=bool(token))
         self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
         self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
         """Those of arrivals."""
@@ -255,9 +255,8 @@ class PullThrough:
                 visible, _fetch=partial(self._others.content, asked.at(commit), token)
             )
         key = (asked.repository, commit)
-        now = time.monotonic()
         failure, until = self._failures.get(key, (None, 0.0))
-        has_failed = failure is not None and now < until
+        has_failed = failure is not None and time.monotonic() < until
         is_damaged = damaged > self._fetched_at.get(key, 0.0) or (
             key in self._library.pulled.incomplete and not has_failed
         )
@@ -447,17 +446,18 @@ class PullThrough:
     def _judge(self, found: FoundAt) -> None:
         """Ask whether everyone may read a repository that one client may read, unless that is known."""
         repository = found.repository
-        if self._rights.of(EVERYONE, repository) is None:
+        if not self._rights.is_public(repository):
             now = time.monotonic()
             try:
                 self._upstreams.check_public(found)
             except Refusal:
-                self._rights.take_back(repository, EVERYONE)
+                self._rights.take_back(repository, self._rights.public)
             except RemoteError:
                 pass  # nobody has said that they may
             else:
                 until = time.monotonic() + max(self._fresh, 1)
-                self._rights.give(Right(UPSTREAM, EVERYONE, repository, "", now, until))
+                right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
+                self._rights.give(right)
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 EVERYONE: Final = ""
-"""The client of all who have no token for the upstream."""
+"""The client of all who have no token for the upstream: the server may ask for them with one of its own."""
+PUBLIC: Final = "public"
+"""The client for whom the upstream is asked without any token, if the server has one of its own."""
 UPSTREAM: Final = ""
 """Who gives rights to whole repositories; others are peers."""
 NOTHING: Final = ("", "")
@@ -56,9 +58,14 @@ class Right:
 class Rights:
     """The rights of all clients. Threads may share it."""
 
-    def __init__(self, pulled: PulledModels) -> None:
-        """Know no right. Whether a repository is public is noted in ``pulled``."""
+    def __init__(self, pulled: PulledModels, *, has_token: bool = False) -> None:
+        """Know no right. Whether a repository is public is noted in ``pulled``.
+
+        ``has_token`` is whether the server asks for everyone with a token of its own.
+        """
         self._pulled = pulled
+        self.public: Final = PUBLIC if has_token else EVERYONE
+        """The client whose rights say what is public."""
         self._lock = threading.Lock()
         self._noting = threading.Lock()
         self._rights: dict[tuple[str, str, str], Right] = {}
@@ -82,10 +89,19 @@ class Rights:
                 self._rights.clear()
                 self._refused.clear()
             self._refused[repository, client] = time.monotonic()
+            if client == EVERYONE:
+                self._refused[repository, self.public] = time.monotonic()
 
     def of(self, client: str, repository: str, commit: str = "") -> Right | None:
         """Return the right by which a client may read a repository now, or at least a commit of it."""
         keys = [(repository, one, which) for which in ("", commit) for one in (EVERYONE, client)]
+        return self._first(repository, keys)
+
+    def is_public(self, repository: str) -> bool:
+        """Return whether the upstream gives a repository to those who show no token at all."""
+        return self._first(repository, [(repository, self.public, "")]) is not None
+
+    def _first(self, repository: str, keys: list[tuple[str, str, str]]) -> Right | None:
         is_public = self._pulled.is_public(repository)
         now = time.monotonic()
         for key in keys:
@@ -114,7 +130,7 @@ class Rights:
         ``is_judged`` is whether the upstream was asked as everyone; if not, what is noted stays. Raises StoreError.
         """
         with self._noting:  # so that the last answer is noted last
-            is_public = self.of(EVERYONE, repository) is not None
+            is_public = self.is_public(repository)
             if origin is None:
                 self._pulled.note_public(repository, is_public=is_public)
             else:

@@ -126,6 +126,28 @@ def test_a_restricted_model_stays_restricted_when_the_server_has_no_upstream(
         assert server.request("/org/absent/resolve/main/model.safetensors")[0] in {404, 502}
 
 
+def test_what_the_servers_own_token_has_fetched_is_not_for_a_server_without_it(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add("org/open", folder)
+    restrict(hub)
+    (tmp_path / "token").write_text("hf_right\n")
+    upstream = ("--upstream", hub.url)
+    with serving(
+        store, tmp_path, *upstream, "--upstream-token-file", str(tmp_path / "token")
+    ) as server:
+        fetch(server)
+        assert server.request(FILE)[0] == 200
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
+        assert server.request(FILE.replace(NAME, "org/open"))[0] == 200
+        server.wait_for_log("model", "org/open:latest")
+    for options in ((), upstream):
+        with serving(store, tmp_path, *options) as server:
+            assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
+            assert server.request(FILE)[0] == (401 if options else 404)
+            assert server.request(FILE.replace(NAME, "org/open"), X_Blobstore_Peer="1")[0] == 200
+
+
 def test_a_model_that_is_no_longer_public_is_given_to_no_peer_either(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:

@@ -141,6 +141,24 @@ def test_what_is_durable_is_what_the_ledger_says(ledger: Rights, pulled: PulledM
     assert pulled.restricted() == {NAME}
 
 
+def test_what_only_the_servers_own_token_opens_is_not_public(pulled: PulledModels) -> None:
+    ledger = Rights(pulled, has_token=True)
+    ledger.give(right())
+    ledger.note_public(NAME, Origin(NAME, COMMIT))
+    assert ledger.of(READER, NAME) is not None
+    assert pulled.restricted() == {NAME}
+    ledger.give(right(ledger.public))
+    ledger.note_public(NAME)
+    assert pulled.restricted() == set()
+    ledger.take_back(NAME, ledger.public)
+    ledger.note_public(NAME)
+    assert pulled.restricted() == {NAME}
+    assert ledger.of(READER, NAME) is not None
+    ledger.give(right(ledger.public))
+    ledger.take_back(NAME, EVERYONE)
+    assert not ledger.is_public(NAME)
+
+
 def test_a_commit_of_a_peer_says_nothing_about_its_repository(
     ledger: Rights, pulled: PulledModels
 ) -> None:
