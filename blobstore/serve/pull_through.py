@@ -397,7 +397,7 @@ class PullThrough:
             self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)
             self._refuse(asked, client, refusal)
             if refusal.is_of_repository and self._upstreams.has_upstream:
-                self._refused(asked, client)
+                self._refused(asked, client, refusal.repository)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
@@ -435,10 +435,10 @@ class PullThrough:
             self._judge(found)
             self._rights.note_public(asked.repository)
 
-    def _refused(self, asked: Asked, client: str) -> None:
-        """Take back rights to a repository that the upstream refuses, also under the name that it had lately."""
+    def _refused(self, asked: Asked, client: str, named: str) -> None:
+        """Take back rights to a repository that the upstream refuses, also by what it is or was ``named`` there."""
         name, _ = self._renamed.pop(any_tag(asked.reference), (asked.reference, 0.0))
-        for repository in {asked.repository, name_of(name)}:
+        for repository in {asked.repository, name_of(name), named or asked.repository}:
             self._rights.take_back(repository, client)
             if client == EVERYONE:
                 self._rights.note_public(repository)

@@ -47,6 +47,8 @@ class Refusal(Exception):
         self.code = code if code in _MESSAGES else ""
         self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
         self.commit = commit
+        self.repository = ""
+        """That which an upstream has refused, if it calls it by another name than the client."""
         super().__init__(self.message)
 
     def again(self) -> Refusal:

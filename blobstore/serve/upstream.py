@@ -187,7 +187,7 @@ class UpstreamClient:
             request = Request(what=repository, method="HEAD", url=url, rule=_LOOK)
             reply = self._transport.fetch(request)
             if reply.status not in _REDIRECTS:
-                self._check(reply.status, reply.headers)
+                self._check(reply.status, reply.headers, repository)
                 return
             url = protocol.resolve(reply.headers.get("location"), url)
             if not protocol.has_same_origin(url, self._url):
@@ -210,7 +210,8 @@ class UpstreamClient:
     def check_repository(self, repository: str) -> None:
         """Raise Refusal if this client may not read a repository: then it must not hear of its revisions either."""
         try:
-            self.check_access(repository, self.revision(repository, _MAIN))
+            there = self.revision(repository, _MAIN)
+            self.check_access(there.repository, there)
         except Refusal as refusal:
             if refusal.is_of_repository:
                 raise
@@ -252,9 +253,9 @@ class UpstreamClient:
         def ask(url: str) -> tuple[bytes, str | None]:
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
-            self._check(reply.status, reply.headers)
-            self.is_blobstore = reply.headers.get("server") == "blobstore"
             self._answered = reply.url
+            self._check(reply.status, reply.headers, self._name_of({}, ""))
+            self.is_blobstore = reply.headers.get("server") == "blobstore"
             return reply.body, protocol.next_page(reply.headers.get("link"), reply.url)
 
         return pages_of(url, ask)
@@ -270,9 +271,11 @@ class UpstreamClient:
         return next((one for one in (info.get("id"), target) if is_name(one)), asked)
 
     @staticmethod
-    def _check(status: int, headers: Any) -> None:
+    def _check(status: int, headers: Any, repository: str = "") -> None:
         if status in REFUSALS:
-            raise Refusal(status, headers.get("x-error-code", ""))
+            refusal = Refusal(status, headers.get("x-error-code", ""))
+            refusal.repository = repository
+            raise refusal
 
     def _malformed(self, what: str) -> RemoteError:
         return RemoteError(

@@ -126,6 +126,25 @@ def test_a_restricted_model_stays_restricted_when_the_server_has_no_upstream(
         assert server.request("/org/absent/resolve/main/model.safetensors")[0] in {404, 502}
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_refusal_by_an_old_name_is_one_of_the_repository(
+    is_listed: bool, hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.renamed["org/old"] = NAME
+    old = FILE.replace(NAME, "org/old")
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert server.request(old)[0] == 200
+        server.wait_for_log("written")
+    restrict(hub)
+    hub.repos[NAME].is_listed = is_listed
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 200, "nobody was refused yet"
+        assert server.request(old)[0] == 401
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
+    with serving(store, tmp_path) as server:
+        assert server.request(FILE)[0] == 404
+
+
 def test_what_the_servers_own_token_has_fetched_is_not_for_a_server_without_it(
     hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
 ) -> None:
