@@ -19,7 +19,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
-from tests.support.hub_server import HubServer
+from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.serve_process import Serving, serving
 
@@ -138,6 +138,7 @@ def fetched(world: World, client: str) -> None:
     repo = world.hub.repos[NAME]
     world.hub.branch(NAME, "v1", made(world.folder / "v1", 1))
     world.fetch("former", "main", client)
+    repo.branches["former"] = Repo(repo.folder, repo.commit)  # it still has the commit, as the Hub
     repo.folder, repo.commit = made(world.folder / "main", 2), "1" * 40
     target = f"/{NAME}/resolve/main/model.safetensors"
     until(lambda: world.ask(client, target)[1].get("x-repo-commit") == repo.commit)
