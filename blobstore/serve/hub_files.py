@@ -36,6 +36,8 @@ PAGE: Final = 1000
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _PATHS: Final = {"paths", "expand"}
 """The fields of a question about paths."""
+_MAX_PATHS: Final = 10_000
+"""Paths of a question."""
 _MAX_MEMORY: Final = 32 << 20
 """Estimated bytes that a body may take when it is decoded."""
 _EPOCH: Final = "1970-01-01T00:00:00.000Z"
@@ -189,6 +191,8 @@ def _asked_as_json(body: bytes) -> tuple[list[str], bool]:
     is_sound = isinstance(paths, list) and all(isinstance(path, str) for path in paths)
     if not is_sound or not isinstance(value.get("expand", False), bool):
         raise InvalidTarget('the body is not {"paths": [TEXT, ...], "expand": BOOL}')
+    if len(value["paths"]) > _MAX_PATHS:
+        raise InvalidTarget(f"there are more than {_MAX_PATHS} paths; ask for some at a time")
     return value["paths"], value.get("expand", False)
 
 

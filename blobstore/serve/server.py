@@ -113,8 +113,8 @@ class Server:
     ) -> None:
         """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
 
-        With ``in_threads``, requests are answered on threads, because that takes its time. With ``heals``, one
-        whose response is damaged is answered once more. When the server is asked
+        With ``in_threads``, requests are answered on threads, because that takes its time, as it does for all that
+        have a body. With ``heals``, one whose response is damaged is answered once more. When the server is asked
         to stop, responses that take longer than ``drain`` seconds from then are broken off.
         """
         self._in_threads, self._heals, self._drain = in_threads, heals, drain
@@ -339,7 +339,7 @@ class Server:
         with contextlib.suppress(Busy, TimeoutError):
             for _ in range(_STEPS):
                 try:
-                    if not self._in_threads:
+                    if not (self._in_threads or request.body):
                         return answer(request, self._metrics_text)
                     return await self._answers.call(answer, request, self._metrics_text)
                 except NotPrepared as first:

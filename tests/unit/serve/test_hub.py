@@ -145,6 +145,7 @@ def test_paths_are_described(library: Library, headers: dict[str, str], body: by
         (JSON, b'{"paths": ["config.json"], "expand": "perhaps"}', 400),
         (FORM, b"paths=config.json&expand=perhaps", 400),
         (JSON, b"[" * 10**5, 400),
+        (JSON, b'{"paths": [%s]}' % b",".join([b'"a"'] * 10_001), 400),
     ],
 )
 def test_a_body_that_is_not_understood_is_refused(

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.registry.client import RegistryClient
 from blobstore.serve.library import Library
+from blobstore.serve.messages import Request, Response
 from blobstore.serve.server import Server
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
@@ -102,6 +104,20 @@ def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) ->
     asyncio.run(run())
     errors = [json.loads(line)["error"] for line in tested._lines]
     assert errors == [f"OSError: [Errno {errno.EROFS}] read-only"] * 2
+
+
+def test_a_request_with_a_body_does_not_delay_the_others(store: LocalStore) -> None:
+    tested = Server(store, None)
+    threads = []
+
+    def answer(_: Request, __: Callable[[], str]) -> Response:
+        threads.append(threading.current_thread())
+        return Response(200)
+
+    for body in (b"", b"paths=config.json"):
+        asyncio.run(tested._response(Request("POST", "/", {}, body), answer))
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
 
 
 def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
