@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
@@ -120,7 +120,7 @@ class PushCache:
         return self._folder / f"registry-{Digest.of(self._host.encode()).hex}"
 
     def _pushed(self) -> dict[str, list[str]]:
-        value = read_own(self._registry, _NOTE)
+        value: Any = read_own(self._registry, _NOTE)
         is_sound = isinstance(value, dict) and all(
             isinstance(blobs, list) and all(isinstance(blob, str) for blob in blobs)
             for blobs in value.values()
