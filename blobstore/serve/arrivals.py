@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from blobstore.serve.arriving_file import Claim
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.peers import PeerFiles, Peers
+    from blobstore.serve.pulled import Commit
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
@@ -83,8 +84,11 @@ class ArrivalHost(Protocol):
         """Serve the files of ``arrival.model``."""
         ...
 
-    def update_of(self, reference: Reference) -> NameUpdate:
-        """Return the update of a name that is free, or that was fetched. Raises NameTaken."""
+    def update_of(self, reference: Reference, commit: Commit) -> NameUpdate:
+        """Return the update of a name that is free, or that a fetch has given. Raises NameTaken, or StoreError.
+
+        The name is noted as one that a fetch gives this commit.
+        """
         ...
 
     def ended(self, arrival: Arrival) -> object:
@@ -186,7 +190,7 @@ class Arrival(Fetch):
         return names
 
     def _import(self, tree: _Tree, names: Sequence[str], large: Mapping[str, str]) -> None:
-        update = self._host.update_of(self.reference)
+        update = self._host.update_of(self.reference, (self.repository, self.commit))
         try:
             self._import_from(tree, update, large)
         except (SourceError, DamagedSource):

@@ -6,14 +6,14 @@ import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound
+from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_routes import tag_of
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
@@ -70,25 +70,42 @@ class Asked(NamedTuple):
 
 
 def names_of(library: Library, asked: Asked, commit: str) -> Iterator[tuple[Reference, Manifest]]:
-    """Yield the names that a fetched commit has in the store, and their manifest."""
+    """Yield the names that fetches have given a commit, and their manifest."""
     for reference in library.listed_tags(any_tag(asked.reference)):
         with contextlib.suppress(BlobstoreError):
             manifest = library.store.resolve(reference)
             origin = library.pulled.origin(manifest)
-            if origin is not None and origin.commit == commit:
+            is_it = origin is not None and origin.commit == commit
+            if is_it and not is_own(library, reference):
                 yield reference, manifest
 
 
 def is_own(library: Library, reference: Reference) -> bool:
-    """Return whether a name is that of a model of the store's own, which may be damaged."""
-    try:
-        origin = library.pulled.origin(library.store.resolve(reference))
-        # What was fetched may have got other names of the operator's since.
-        return origin is None or origin.repository.lower() != name_of(reference).lower()
-    except ModelNotFound:
-        return False
-    except BlobstoreError:  # it cannot be read
-        return not library.pulled.has_given(reference)
+    """Return whether a name is the operator's: it has a model, which may be damaged, and no fetch has given it that.
+
+    What its source says does not count: the operator may have imported what others make the server fetch.
+    """
+    is_there = library.store.manifest_version(reference) is not None
+    return is_there and not library.pulled.has_given(reference)
+
+
+def check_given(library: Library, reference: Reference) -> None:
+    """Check that a fetch may give a name. Raises NameTaken if it is the operator's."""
+    if is_own(library, reference):
+        raise NameTaken(f"{reference} is a model of the store's own by now")
+
+
+def hidden_copy(library: Library, names: Sequence[Reference], everyone: Visible) -> Asked | None:
+    """Return the restricted model that the operator's names are copies of; None if everyone may read one of them.
+
+    Raises NotPrepared.
+    """
+    origins = library.origins(names)
+    hidden = [one for one in origins.values() if one and not everyone.shows(one)]
+    if len(hidden) < len(names):
+        return None
+    repository = repository_of(*hidden[0].repository.split("/"))
+    return Asked.of(repository, hidden[0].commit) if repository else None
 
 
 def _is_revision(text: str) -> bool:

@@ -22,7 +22,7 @@ from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import Claim
-from blobstore.serve.names import name_of, repository_of
+from blobstore.serve.names import repository_of
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
 from blobstore.store.scan import scan_folder, walk_files
@@ -211,11 +211,12 @@ class CacheLimit:
         found: dict[tuple[str, str], _Fetched] = {}
         own: set[str] = set()
         for reference in self._store.references():
+            is_given = self._pulled.has_given(reference)
             for is_current, data in self._manifests(reference):
                 manifest = Manifest.from_bytes(data)
                 blobs = {blob.digest.hex: blob.size for blob in manifest.blobs}
                 origin = self._pulled.origin(manifest)
-                if origin is None or origin.repository != name_of(reference):
+                if origin is None or not is_given:
                     own |= blobs.keys()
                     continue
                 version = found.setdefault((origin.repository, origin.commit), _Fetched(origin))

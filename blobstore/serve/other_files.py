@@ -93,11 +93,17 @@ class OtherFile(Fetch):
         self.listed.set()
         self.fetch(file)
         self._host.wait_for_model(self)
-        tags = self._library.listed_tags(self.at)
+        pulled, commit = self._library.pulled, (self.repository, self.commit)
+        tags = [one for one in self._library.listed_tags(self.at) if pulled.has_given(one)]
+        for name in tags:
+            pulled.giving(name, commit)
         names = add_file(self._store, tags, self._is_wanted, self.name, file.path)
+        for name in tags:
+            if name not in names:
+                pulled.not_given(name)
         for name in names:
             with contextlib.suppress(BlobstoreError):  # it is another model's by now
-                self._library.pulled.give(name, self._store.resolve(name))
+                pulled.give(name, self._store.resolve(name))
         if not names:
             # The file stays for the next attempt.
             raise RemoteError(

@@ -28,7 +28,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, NameTaken, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival, lock_arrivals
-from blobstore.serve.asked import Asked, is_own, names_of
+from blobstore.serve.asked import Asked, check_given, hidden_copy, is_own, names_of
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
@@ -188,11 +188,11 @@ class PullThrough:
         if is_choice:
             revision = MAIN
         repository = self._library.spelled(requested)
-        visible = None if request.damaged else self._settled(repository, revision, everyone)
+        visible = None if request.damaged else self._settled(repository, revision, everyone, token)
         if visible is None:
             spelled, repository = repository, self._called(repository, is_whole=revision is None)
             if repository != spelled and not request.damaged:
-                visible = self._settled(repository, revision, everyone)
+                visible = self._settled(repository, revision, everyone, token)
         if visible is None:
             asked = self._asked(repository, revision)
             if request.damaged:
@@ -218,8 +218,7 @@ class PullThrough:
         if name == repository or time.monotonic() >= until:
             return repository
         tags = self._library.stored_tags(repository) if is_whole else []
-        origins = self._library.origins(tags)
-        return name if all(origins.get(tag) for tag in tags) else repository
+        return repository if any(is_own(self._library, tag) for tag in tags) else name
 
     def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
         """Return what was fetched and is damaged: a version, or the one that a registry gave with a blob lately.
@@ -309,21 +308,25 @@ class PullThrough:
             raise refusal.again()
 
     def _settled(
-        self, repository: Reference, revision: str | None, everyone: Visible
+        self, repository: Reference, revision: str | None, everyone: Visible, token: str
     ) -> Visible | None:
-        """Return what everyone may read if the store alone decides about a repository or a version of it.
+        """Return what a client may read if the store alone decides about a repository or a version of it.
 
         Raises as :meth:`visible`.
         """
         if not self._library.may_have(repository):
             raise no_model()
         asked, has_upstream = self._asked(repository, revision), self._upstreams.has_upstream
+        if has_upstream and (asked is None or not asked.is_commit):
+            # They are not read here: one that is damaged shows that it is there.
+            names = [asked.reference] if asked else self._library.stored_tags(repository)
+            if not names or not all(is_own(self._library, one) for one in names):
+                return None
+            copied = hidden_copy(self._library, names, everyone)
+            right = self._judged(copied, token, self._ask)[1] if copied else None
+            return Visible.of(self._library, right.opens) if right else everyone
         if asked is None:
-            is_settled = not has_upstream or self._is_own(repository)
-        elif has_upstream and not asked.is_commit:
-            # Of the store's own. It is not read here: one that is damaged shows that it is there.
-            is_there = self._store.manifest_version(asked.reference) is not None
-            is_settled = is_there and self._library.origin(asked.reference) is None
+            is_settled = True
         else:
             held = asked.held(everyone)
             # Peers do not decide what the store has: each would give its version to the others.
@@ -350,12 +353,6 @@ class PullThrough:
                 return everyone
             raise
         raise NotFetched(self._ask, asked, token)
-
-    def _is_own(self, repository: Reference) -> bool:
-        """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
-        tags = self._library.stored_tags(repository)
-        is_recorded = self._library.pulled.of_repository(name_of(repository))
-        return bool(tags) and not is_recorded and not any(self._library.origins(tags).values())
 
     # What takes its time
 
@@ -523,7 +520,7 @@ class PullThrough:
 
     def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
-        self.update_of(arrival.reference)
+        check_given(self._library, arrival.reference)
         self._store.names.check_name(arrival.reference)
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
@@ -541,11 +538,11 @@ class PullThrough:
                 for reference in self._names[arrival.repository, arrival.commit]:
                     self._library.arriving[reference] = arrival.model
 
-    def update_of(self, reference: Reference) -> NameUpdate:
+    def update_of(self, reference: Reference, commit: tuple[str, str]) -> NameUpdate:
         """See :class:`ArrivalHost`."""
         seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
-        if is_own(self._library, reference):
-            raise NameTaken(f"{reference} is a model of the store's own by now")
+        check_given(self._library, reference)
+        self._library.pulled.giving(reference, commit)
         return seen
 
     def _name(self, reference: Reference, manifest: Manifest, commit: tuple[str, str]) -> None:
@@ -553,9 +550,10 @@ class PullThrough:
         try:
             with self._library.pulled.held(commit) as is_recorded:
                 if is_recorded:  # without a record, it would be for everyone
-                    self._store.names.publish(self.update_of(reference), manifest)
+                    self._store.names.publish(self.update_of(reference, commit), manifest)
                     self._library.pulled.give(reference, manifest)
         except BlobstoreError as error:
+            self._library.pulled.not_given(reference)
             self._note(model=str(reference), error=str(error))
 
     def ended(self, arrival: Arrival) -> None:
@@ -572,6 +570,8 @@ class PullThrough:
                     for reference in self._names[key] - {arrival.reference}:
                         self._name(reference, manifest, key)
             bounded(self._fetched_at)[key] = time.monotonic()
+        elif isinstance(arrival.error, NameTaken):
+            self._library.pulled.not_given(arrival.reference)
         with self._lock:
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)

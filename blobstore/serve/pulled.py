@@ -20,6 +20,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, make_folders, read_regular, write_file
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
 from blobstore.store.scan import list_names
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.manifests.reference import Reference
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
 
@@ -160,6 +160,8 @@ class PulledModels:
             for path in self._folder.glob(".name-*"):
                 if path.lstat().st_nlink == 1:  # the name was removed, or has another model
                     path.unlink()
+            for path in self._folder.glob(".giving-*"):
+                self._settle(path)
 
     def _look(self) -> None:
         """Read the records that have changed."""
@@ -301,7 +303,7 @@ class PulledModels:
         """Note that a fetch has given a name this manifest, if it still has it.
 
         The note is a second link to the manifest's file: whatever becomes of its bytes, the name has this file
-        until somebody gives it another model. File systems without hard links get no notes.
+        until somebody gives it another model. On file systems without hard links, what :meth:`giving` notes stays.
         """
         path, link = self._store.manifest_path(reference), self._link(reference)
         new = link.with_name(f"{link.name}.new")
@@ -311,18 +313,48 @@ class PulledModels:
             if read_regular(new, _MAX_RECORD) == manifest.to_bytes():
                 new.replace(link)
             new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
+            self.not_given(reference)
+
+    def giving(self, reference: Reference, commit: Commit) -> None:
+        """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError."""
+        self._write(self._note(reference), strict_json.dumps([str(reference), *commit]).encode())
+
+    def not_given(self, reference: Reference) -> None:
+        """Forget what :meth:`giving` noted."""
+        with contextlib.suppress(OSError):
+            self._note(reference).unlink(missing_ok=True)
+
+    def _settle(self, note: Path) -> None:
+        """Do what a process was killed before: link the manifest of a name that has the commit it was to get."""
+        try:
+            reference = Reference.parse(strict_json.loads(read_regular(note, _MAX_RECORD))[0])
+            if self.has_given(reference):
+                self.give(reference, self._store.resolve(reference))
+                return
+        except (LookupError, TypeError, ValueError, BlobstoreError):
+            pass
+        note.unlink(missing_ok=True)
 
     def has_given(self, reference: Reference) -> bool:
         """Return whether a name has the file that a fetch gave it, even if that cannot be read any more."""
         try:
             link = self._link(reference).stat()
-            return os.path.samestat(self._store.manifest_path(reference).lstat(), link)
+            if os.path.samestat(self._store.manifest_path(reference).lstat(), link):
+                return True
         except OSError:
-            return False
+            pass
+        with contextlib.suppress(OSError, ValueError, BlobstoreError):
+            noted = strict_json.loads(read_regular(self._note(reference), _MAX_RECORD))
+            commit = source_of(self._store, self._store.resolve(reference))
+            return commit is not None and noted == [str(reference), *commit]
+        return False
 
     def _link(self, reference: Reference) -> Path:
         # Records are not looked for under names that begin with a dot.
         return self._folder / f".name-{Digest.of(str(reference).encode()).hex}"
+
+    def _note(self, reference: Reference) -> Path:
+        return self._folder / f".giving-{Digest.of(str(reference).encode()).hex}"
 
     def records(self) -> Mapping[Commit, Origin]:
         """Return what was fetched, or is being fetched, as of now."""

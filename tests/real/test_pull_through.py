@@ -277,6 +277,35 @@ def test_models_of_the_stores_own_are_none_of_the_upstreams_business(
     assert not hub.requests
 
 
+def test_what_the_operator_imports_stays_though_clients_have_its_commit_fetched(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    first = LocalStore(tmp_path / "first")
+    (tmp_path / "log").mkdir()
+    with serving(first, tmp_path / "log", "--upstream", hub.url) as server:
+        server.request(FILE)
+        wait_for_arrival(server, "org/model:latest")
+        for name in (NAME, f"{NAME}:mine"):  # their sources name the upstream's commit
+            pull_model(f"{server.host}/{NAME}", name, store=store, plain_http=True)
+    commit = hub.repos[NAME].commit
+    given = f"/{NAME}/resolve/{commit}/config.json"
+    mine = f"/{NAME}/resolve/mine/config.json"
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        expected = server.request(FILE)
+        assert server.request(given)[0] == 200
+        wait_for_arrival(server, f"{NAME}:{commit}")
+        hub.add(NAME, write_folder(tmp_path / "new", dense_tensors())).commit = "c" * 40
+        hub.requests.clear()
+        assert server.request(FILE)[2] == expected[2]
+        assert server.request(mine)[0] == 200
+        assert not hub.requests
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0", "--max-size=1kB") as server:
+        hub.add("org/other", tmp_path / "new")
+        server.request("/org/other/resolve/main/config.json")
+        assert server.request(FILE)[2] == expected[2]
+        assert server.request(mine)[0] == 200
+
+
 def test_an_upstream_may_be_another_server(folder: Path, store: LocalStore, tmp_path: Path) -> None:
     first = LocalStore(tmp_path / "first")
     create(folder, NAME, store=first)

@@ -14,6 +14,7 @@ import pytest
 
 from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -49,6 +50,8 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         library.pulled.keep(Origin(source.repository, source.commit), is_public=True)
         with contextlib.closing(source):
             import_source(source, replace_any(source.repository), store, ImportOptions())
+        fetched = Reference.parse(source.repository)
+        library.pulled.give(fetched, store.resolve(fetched))
     library.pulled.touch(Origin("org/b", "1" * 40))
     return CacheLimit(library, MOST)
 
@@ -244,6 +247,16 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     limit._remove(removed)
     assert names(store) == ["a", "b"]
     assert limit._pulled.restricted() == {"org/a"}
+
+
+def test_a_name_of_the_operators_stays_though_its_commit_was_fetched_under_another(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    mine = "org/a:mine"
+    copy_model("org/a", mine, store=store)
+    claimed(limit, MOST - SIZE).spend(MOST - SIZE)
+    assert [str(one) for one in store.references()] == [mine]
+    assert store.has_blobs(store.resolve(mine).blobs)
 
 
 def test_the_record_of_a_model_that_is_fetched_again_stays_when_its_space_is_taken(

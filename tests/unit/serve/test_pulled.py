@@ -141,6 +141,49 @@ def test_a_name_has_what_a_fetch_gave_it_until_it_gets_another_model(
     assert not [path for path in store.folder("pulled").iterdir() if path.name.startswith(".")]
 
 
+def test_a_name_counts_as_given_though_the_fetch_was_killed_after_it(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
+    assert not pulled.has_given(reference)
+    import_as(store, tmp_path, ORIGIN)
+    again = PulledModels(store)
+    assert again.has_given(reference)
+    again.own()
+    assert not list(store.folder("pulled").glob(".giving-*")), "there is a link now"
+    assert again.has_given(reference)
+
+
+@pytest.mark.parametrize("commit", ["a" * 40, "d" * 40])
+def test_a_name_that_was_to_be_given_stays_the_operators(
+    commit: str, store: LocalStore, tmp_path: Path
+) -> None:
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
+    if commit == ORIGIN.commit:
+        pulled.not_given(reference)
+    import_as(store, tmp_path, replace(ORIGIN, commit=commit))
+    assert not pulled.has_given(reference)
+    pulled.own()
+    assert not list(store.folder("pulled").glob(".giving-*"))
+
+
+def test_without_hard_links_a_note_says_what_a_fetch_has_given(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "link", link)
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
+    import_as(store, tmp_path, ORIGIN)
+    pulled.give(reference, store.resolve(reference))
+    pulled.own()
+    assert pulled.has_given(reference)
+
+
 def test_what_a_killed_process_was_writing_is_no_record(store: LocalStore) -> None:
     PulledModels(store).keep(ORIGIN, is_public=True)
     (store.folder("pulled") / ".1-abc.tmp").write_bytes(b"{")
