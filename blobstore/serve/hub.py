@@ -54,11 +54,11 @@ def hub_response(call: Call, library: Visible) -> Response:
     return call.route.answer(call, library)
 
 
-def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
-    """Return the repository and the revision that a path is about; None for other paths."""
+def asked_for(segments: Sequence[str]) -> tuple[Reference, str | None] | None:
+    """Return the repository and the revision, if any, that a path is about; None for other paths."""
     found = ROUTES.find(segments)
     name = repository_of(*found[1]) if found is not None and found[1] else None
-    return (name, found[2] or MAIN) if found is not None and name is not None else None
+    return (name, found[2] or None) if found is not None and name is not None else None
 
 
 # Repositories

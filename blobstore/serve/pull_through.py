@@ -184,7 +184,7 @@ class PullThrough:
             return everyone
         requested, revision = found
         is_registry = target.is_of_registry
-        is_choice = is_registry and wants_gguf(request)
+        is_choice = is_registry and target.segments[-2] != "tags" and wants_gguf(request)
         if is_choice:
             revision = MAIN
         repository = self._library.spelled(requested)

@@ -102,7 +102,7 @@ def _part(
 def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     """Return the repository and the revision that a target is about; None for targets of another kind.
 
-    The revision is None if the target is about a manifest or a blob by its digest.
+    The revision is None if the target is about all tags, or about a manifest or a blob by its digest.
     """
     if not _has_route(target.segments):
         return None
@@ -110,9 +110,9 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     repository = _repository(name, target.first("ns"))
     if repository is None:
         return None
-    if action not in ("tags", "manifests") or ":" in what or what.startswith("sha256-"):
+    if action != "manifests" or ":" in what or what.startswith("sha256-"):
         return repository, None
-    tag = DEFAULT_TAG if action == "tags" else what.removesuffix(IMAGE)
+    tag = what.removesuffix(IMAGE)
     return repository, MAIN if tag == DEFAULT_TAG else tag
 
 

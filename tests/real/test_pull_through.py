@@ -277,6 +277,20 @@ def test_models_of_the_stores_own_are_none_of_the_upstreams_business(
     assert not hub.requests
 
 
+def test_questions_without_a_revision_fetch_nothing_and_find_what_has_no_main(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    create(folder, "org/own:v1", store=store)
+    hub.add("org/own", folder)
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        for target in ("/api/models/org/own/refs", "/v2/org/own/tags/list"):
+            assert server.request(target)[0] == 200
+        assert not hub.requests
+        server.request(f"/v2/{NAME}/tags/list")
+        assert server.metric("upstream_models_total") == server.metric("arriving_models") == 0
+    assert [str(one) for one in store.references()] == ["org/own:v1"]
+
+
 def test_what_the_operator_imports_stays_though_clients_have_its_commit_fetched(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
