@@ -17,6 +17,7 @@ from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
 from blobstore.serve.refusal import Refusal
+from blobstore.serve.rights import EVERYONE, client_of
 from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from blobstore.http.retry import Patience
     from blobstore.serve.peers import Peers
+    from blobstore.serve.rights import Rights
 
 
 class FoundAt(NamedTuple):
@@ -53,9 +55,9 @@ class FoundAt(NamedTuple):
 class Upstreams:
     """An upstream, peers, or both. Threads may share it."""
 
-    def __init__(self, upstream: Upstream | None, token: str, peers: Peers) -> None:
+    def __init__(self, upstream: Upstream | None, token: str, peers: Peers, rights: Rights) -> None:
         """Ask nothing yet. ``token`` asks the upstream for clients that have none of their own."""
-        self._upstream, self._token = upstream, token
+        self._upstream, self._token, self._rights = upstream, token, rights
         self.peers = peers
         self.has_upstream = upstream is not None
         """Whether somebody says what a tag is after the store has a model of that name."""
@@ -138,7 +140,9 @@ class Upstreams:
         """
         with self._client(found._replace(token=""), IMPATIENT) as client:
             there = client.revision(found.repository, found.commit)
-            if not client.check_access(found.repository, there):
+            stored = self._rights.unproven(found.repository, self._rights.public)
+            is_whole = client.check_access(found.repository, there)
+            if not is_whole or not all(client.has(found.repository, one) for one in stored):
                 raise RemoteError("nothing shows whether it is restricted")
 
     def _ask(
@@ -158,6 +162,9 @@ class Upstreams:
                 if there.repository != repository:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
             is_whole = client.check_access(repository, there)
+            asker = EVERYONE if token == self._token else client_of(token)
+            for commit in self._rights.unproven(repository, asker) if is_whole else ():
+                is_whole = is_whole and client.has(repository, commit)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path

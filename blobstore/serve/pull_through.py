@@ -107,13 +107,13 @@ class PullThrough:
         self._fresh, self._log = fresh, log
         self.peers = Peers(self._store, peers, self._note)
         """See :class:`ArrivalHost`."""
-        self._upstreams = Upstreams(upstream, token, self.peers)
+        self._rights = Rights(library.pulled, has_token=bool(token))
+        self._upstreams = Upstreams(upstream, token, self.peers, self._rights)
         self.owners = TokenOwners(self._upstreams, self._note)
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
         self._renamed: dict[Reference, tuple[Reference, float]] = {}
         """What the upstream calls repositories that were asked for by other names, and until when that holds."""
-        self._rights = Rights(library.pulled, has_token=bool(token))
         self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
         self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
         """Those of arrivals."""

@@ -115,6 +115,17 @@ class Rights:
                 return right
         return None
 
+    def unproven(self, repository: str, client: str) -> list[str]:
+        """Return the stored commits that a right to the whole of a repository would open to a client for the first time.
+
+        The upstream has to give each of them: its repository of that name may be another one by now.
+        """
+        right = self._rights.get((repository, client, ""))
+        is_known = right is not None and right.asked > self._refused.get((repository, client), 0.0)
+        if is_known or self._pulled.is_public(repository):
+            return []
+        return [one.commit for one in self._pulled.of_repository(repository) if not one.peer]
+
     def lets_peers(self, repository: str) -> bool:
         """Return whether peers may say what a repository is: not if it is restricted, or was when last asked about."""
         given = self._rights.get((repository, EVERYONE, ""))

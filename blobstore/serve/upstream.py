@@ -172,6 +172,13 @@ class UpstreamClient:
         self._check_file(repository, revision.commit, probe or revision.names[0])
         return bool(probe)
 
+    def has(self, repository: str, commit: str) -> bool:
+        """Return whether the upstream gives a commit to this client. Raises RemoteError."""
+        try:
+            return self.revision(repository, commit).commit == commit
+        except Refusal:
+            return False
+
     def _large_file(self, repository: str, commit: str) -> str:
         """Return the name of the largest file that may be gated; empty if there is none."""
         large = [

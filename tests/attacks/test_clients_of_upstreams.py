@@ -15,7 +15,7 @@ import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
-from tests.support.hub_server import HubServer
+from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.raw_server import RawServer, Received, reply
 from tests.support.serve_process import Serving, serving
@@ -143,6 +143,26 @@ def test_a_refusal_by_an_old_name_is_one_of_the_repository(
         assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
     with serving(store, tmp_path) as server:
         assert server.request(FILE)[0] == 404
+
+
+def test_a_public_repository_of_the_same_name_opens_no_commit_of_the_private_one(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    hub.branch(NAME, "v1", made(tmp_path / "v1", 2))
+    v1 = FILE.replace("main", "v1")
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=20") as server:
+        commit = fetch(server, RIGHT)
+        assert server.request(v1, Authorization=RIGHT)[0] == 200
+        server.wait_for_log("model", f"{NAME}:v1")
+        (blob,) = store.resolve(f"{NAME}:v1").layers[:1]
+        hub.repos[NAME] = Repo(made(tmp_path / "other", 3), "e" * 40)
+        until(lambda: server.request(FILE)[0] == 200)
+        for target in (v1, FILE.replace("main", commit), f"/v2/{NAME}/blobs/{blob.digest}"):
+            until(lambda target=target: server.request(target)[0] != 503)  # type: ignore[misc]
+            assert server.request(target)[0] in {401, 404}, target
+            assert server.request(target, X_Blobstore_Peer="1")[0] == 404, target
+        assert b"v1" not in server.request(f"/v2/{NAME}/tags/list")[2]
 
 
 def test_what_the_servers_own_token_has_fetched_is_not_for_a_server_without_it(
