@@ -16,6 +16,7 @@ from blobstore.serve.messages import BlobPart, StoredPart
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
+from tests.support.descriptors import open_files
 from tests.support.frozen import layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
 
@@ -61,6 +62,8 @@ def test_a_cold_blob_is_hashed_once(
     assert is_verified(reader, part)
     assert hashed == [part.size]
     assert b"".join(reader.cold_pieces(part)) == layer("a", weights(1))
+    some = part._replace(begin=3, length=10)
+    assert b"".join(reader.cold_pieces(some)) == layer("a", weights(1))[3:13]
 
 
 def test_the_next_process_hashes_no_cold_blob_again(
@@ -163,6 +166,7 @@ def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
     other.replace(path)
     with pytest.raises(BlobMissing, match="replaced"):
         reader.open_stored(stored)
+    assert not open_files(path.parent)
     path.unlink()
     with pytest.raises(BlobMissing, match="cannot be read"):
         reader.open_stored(stored)

@@ -18,12 +18,14 @@ import pytest
 
 from blobstore.core import capacity
 from blobstore.core.digest import Digest
+from blobstore.errors import BlobDamaged
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
 from blobstore.serve.messages import BlobPart
 from blobstore.store.local import LocalStore
+from tests.support.descriptors import open_files
 from tests.support.models import write_folder
 from tests.support.serve_process import SECONDS, Serving, connect, serving
 
@@ -92,6 +94,23 @@ def test_a_blob_that_is_repaired_while_it_is_checked_is_sent_as_it_is_then(
         assert os.pread(descriptor, 2000, 0) == b"x" * 1000
     finally:
         os.close(descriptor)
+    assert not open_files(path.parent), "that of the damaged file is closed, too"
+
+
+def test_a_blob_that_is_damaged_leaves_no_file_open(store: LocalStore) -> None:
+    digest = Digest.of(b"x" * 1000)
+    path = Path(store.blob_path(digest))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"y" * 1000)
+
+    async def opened() -> None:
+        sender = BodySender(BlobReader(store, lambda _: None))
+        with pytest.raises(BlobDamaged):
+            await sender.first([BlobPart(digest, 1000, 0, 1000)])
+        sender.close()
+
+    asyncio.run(opened())
+    assert not open_files(path.parent)
 
 
 @pytest.mark.parametrize("can_sendfile", [True, False])

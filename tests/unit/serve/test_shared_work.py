@@ -147,6 +147,70 @@ def test_work_that_must_not_be_old_is_shared_until_it_is_begun() -> None:
     run(test())
 
 
+def test_newer_work_is_still_shared_after_older_work_has_ended() -> None:
+    async def test() -> None:
+        work = SharedWork(Capacity(1, "queued", "tests"), joins_begun=False)
+        is_begun, go_on = threading.Event(), [threading.Event(), threading.Event()]
+
+        def job(number: int) -> int:
+            is_begun.set()
+            assert go_on[number].wait(SECONDS)
+            return number
+
+        with work.joined("key", job, 0) as older:
+            await asyncio.to_thread(is_begun.wait, SECONDS)
+            with work.joined("key", job, 1) as newer:
+                go_on[0].set()
+                assert await older == 0
+                assert work.has("key")
+                go_on[1].set()
+                assert await newer == 1
+        work.close()
+
+    run(test())
+
+
+def test_who_leaves_takes_no_waiting_work_from_the_others() -> None:
+    async def test() -> None:
+        work, go_on = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+        with work.joined("busy", go_on.wait, SECONDS), work.joined("key", lambda: 7) as result:
+            with work.joined("key", lambda: 8):
+                pass
+            assert work.has("key")
+            go_on.set()
+            assert await result == 7
+        work.close()
+
+    run(test())
+
+
+def test_work_that_all_have_left_is_forgotten_at_once() -> None:
+    async def test() -> None:
+        work, go_on = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+        with work.joined("busy", go_on.wait, SECONDS):
+            with work.joined("key", lambda: 1):
+                pass
+            with work.joined("key", lambda: 2) as again:
+                go_on.set()
+                assert await again == 2
+        work.close()
+
+    run(test())
+
+
+def test_work_that_waits_is_not_begun_after_the_end() -> None:
+    async def test() -> None:
+        work, go_on = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+        with work.joined("busy", go_on.wait, SECONDS) as busy, work.joined("key", int) as result:
+            work.close()
+            go_on.set()
+            assert await busy
+            await asyncio.wait([result])
+            assert result.cancelled()
+
+    run(test())
+
+
 def test_an_error_reaches_all_who_wait() -> None:
     async def test() -> None:
         work = SharedWork(Capacity(1, "queued", "tests"))

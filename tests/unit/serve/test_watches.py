@@ -77,9 +77,10 @@ def test_who_has_waited_long_enough_or_left_is_forgotten() -> None:
     run(test())
 
 
-def test_an_error_of_a_look_lets_the_answer_say_what_is_wrong() -> None:
+@pytest.mark.parametrize("error", [StoreError, OSError])
+def test_an_error_of_a_look_lets_the_answer_say_what_is_wrong(error: type[Exception]) -> None:
     def fail() -> bool:
-        raise StoreError("the store cannot be read")
+        raise error("the store cannot be read")
 
     async def test() -> None:
         waits = Watches()
