@@ -148,6 +148,7 @@ def test_a_file_that_has_just_changed_is_hashed_again(store: LocalStore, hashed:
     reader = BlobReader(store, hashed.append)
     reader.verify(part.digest, part.size)
     assert not is_verified(reader, part)
+    assert not open_files(Path(store.blob_path(part.digest)).parent)
 
 
 def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,32 @@ def test_a_model_stays_for_a_while_after_its_last_use(protection: Protection) ->
     assert not protection.is_idle(FIRST, 3600)
     assert protection.end_idle(3600) == []
     assert protection.touch(FIRST)
+    assert leased(protection) == {A}
+
+
+def test_a_model_that_is_asked_for_again_counts_as_used(protection: Protection) -> None:
+    protection.add(FIRST, [A])
+    protection._models[FIRST].used = float("-inf")
+    assert protection.is_idle(FIRST, 3600)
+    assert protection.touch(FIRST)
+    assert not protection.is_idle(FIRST, 3600)
+
+
+def test_blobs_stay_leased_while_the_lease_is_replaced(
+    protection: Protection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = protection._store
+    lease, seen = store.lease_if_writable, list[set[Digest]]()
+
+    def leasing(blobs: Iterable[Digest]) -> AbstractContextManager[Callable[..., bool]]:
+        seen.append(leased(protection))
+        return lease(blobs)
+
+    protection.add(FIRST, [A])
+    protection.add(SECOND, [B])
+    monkeypatch.setattr(store, "lease_if_writable", leasing)
+    assert protection.end_idle(0, [SECOND]) == [SECOND]
+    assert seen == [{A, B}]
     assert leased(protection) == {A}
 
 

@@ -233,6 +233,18 @@ def test_whether_a_repository_is_public_is_said_once_for_all_of_its_commits(
     assert pulled.restricted() == PulledModels(store).restricted() == {ORIGIN.repository}
     pulled.note_public(ORIGIN.repository, is_public=True)
     assert pulled.restricted() == PulledModels(store).restricted() == set()
+    pulled.forget(ORIGIN)  # the other one is still there
+    assert pulled.restricted() == PulledModels(store).restricted() == set()
+
+
+def test_who_may_read_a_repository_is_written_before_its_commit(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash in between must leave no commit for everyone that is not."""
+    pulled, written = PulledModels(store), list[Path]()
+    monkeypatch.setattr(pulled, "_write", lambda path, _: written.append(path))
+    pulled.keep(ORIGIN, is_public=False)
+    assert written == [record_of(store, "@"), record_of(store)]
 
 
 def test_nothing_is_noted_of_a_repository_of_which_nothing_was_fetched(store: LocalStore) -> None:
@@ -262,7 +274,9 @@ def test_a_peer_does_not_say_whether_a_repository_is_public(store: LocalStore) -
     assert PulledModels(store).get((FROM_PEER.repository, FROM_PEER.commit)) == FROM_PEER
 
 
-@pytest.mark.parametrize(("others", "expected"), [((True, True), True), ((True, False), False)])
+@pytest.mark.parametrize(
+    ("others", "expected"), [((True, True), True), ((True, False), False), ((False, True), False)]
+)
 def test_former_records_open_a_repository_only_if_all_of_them_do(
     store: LocalStore, others: tuple[bool, bool], *, expected: bool
 ) -> None:
