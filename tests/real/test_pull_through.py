@@ -23,7 +23,7 @@ import pytest
 from blobstore.operations.create.create import create
 from blobstore.operations.create.save import save
 from blobstore.operations.export.export import export_model
-from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.store.local import LocalStore
@@ -275,6 +275,26 @@ def test_models_of_the_stores_own_are_none_of_the_upstreams_business(
     with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
         assert snapshot(server, tmp_path / "cache") == contents(own)
     assert not hub.requests
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_copy_of_the_operators_is_for_those_who_may_read_the_fetched_model(
+    is_gated: bool, hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.repos[NAME]
+    repo.token, repo.gated = ("hf_right", True) if is_gated else (repo.token, repo.gated)
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        server.request(FILE, Authorization=RIGHT)
+        wait_for_arrival(server, "org/model:latest")
+        copy_model(NAME, "my/kept", store=store)
+        for target in (
+            FILE.replace(NAME, "my/kept"),
+            "/api/models/my/kept/refs",
+            "/v2/my/kept/tags/list",
+        ):
+            until(lambda target=target: server.request(target, Authorization=RIGHT)[0] == 200)
+            assert server.request(target)[0] == (401 if is_gated else 200), target
+    assert not [one for one in hub.requests if "my/kept" in one]
 
 
 def test_questions_without_a_revision_fetch_nothing_and_find_what_has_no_main(
