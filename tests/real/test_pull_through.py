@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,10 @@ def test_models_of_the_stores_own_are_none_of_the_upstreams_business(
     assert not hub.requests
 
 
+def is_given(server: Serving, target: str) -> bool:
+    return server.request(target, Authorization=RIGHT)[0] == 200
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_copy_of_the_operators_is_for_those_who_may_read_the_fetched_model(
     is_gated: bool, hub: HubServer, store: LocalStore, tmp_path: Path
@@ -292,7 +297,7 @@ def test_a_copy_of_the_operators_is_for_those_who_may_read_the_fetched_model(
             "/api/models/my/kept/refs",
             "/v2/my/kept/tags/list",
         ):
-            until(lambda target=target: server.request(target, Authorization=RIGHT)[0] == 200)
+            until(partial(is_given, server, target))
             assert server.request(target)[0] == (401 if is_gated else 200), target
     assert not [one for one in hub.requests if "my/kept" in one]
 
