@@ -173,7 +173,7 @@ def _inside(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterato
 def paths_info(call: Call, library: Visible) -> Response:
     """Return those of some paths that a model has."""
     read = _asked_as_json if body_type(call.request) == JSON else _asked_as_form
-    wanted, is_expanded = read(call.request.body)
+    wanted, is_expanded = read(call.request.body or b"")
     model = model_of(call, library, with_digests=True)
     there = model.files.keys() | _folders(model.files)
     found = [path for path in dict.fromkeys(one.strip("/") for one in wanted) if path in there]

@@ -16,6 +16,7 @@ from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import MAIN
 from blobstore.serve.refusal import Refused
 from blobstore.serve.targets import InvalidTarget
+from blobstore.serve.unprepared import BodyNeeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,7 @@ class Routes:
         return (self._whole[*_API, _REPOSITORY], names, MAIN, "") if _is_name(names) else None
 
     def call(self, request: Request, target: Target) -> Call:
-        """Return what a request asks for. Raises Refused if that is not understood."""
+        """Return what a request asks for. Raises Refused if that is not understood, or BodyNeeded."""
         found = self.find(target.segments)
         if found is None:
             status = 404 if request.method in READS else 405
@@ -132,6 +133,8 @@ class Routes:
                     f"this server does not understand {quote(name)} in a query to this address"
                 )
                 raise _refused(400, message)
+        if request.method not in READS and request.body is None:
+            raise BodyNeeded
         return call
 
 

@@ -74,7 +74,8 @@ class Request:
     target: str
     headers: Mapping[str, str] = field(default_factory=dict)
     """By lower-case names; of a header that occurs twice, the first."""
-    body: bytes = b""
+    body: bytes | None = None
+    """None if it was not read yet."""
     damaged: float = 0.0
     """When a response to it was found damaged, on the monotonic clock; 0 if none was. Another source is wanted then."""
 

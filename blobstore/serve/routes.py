@@ -48,6 +48,7 @@ def answer(
     No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
 
     Raises:
+        BodyNeeded: the head allows an answer; read the body, and ask again.
         NotPrepared: the model was not asked for before; call its ``prepare`` and ask again.
         BlobstoreError: the model is damaged, or the store cannot be read.
     """

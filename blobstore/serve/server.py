@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from blobstore.core import capacity, interrupts
+from blobstore.core import capacity, interrupts, limits
 from blobstore.core.escape import escape
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
@@ -28,7 +28,7 @@ from blobstore.serve.body import WRITTEN, BodySender
 from blobstore.serve.messages import PEER, Request, Response, json_response, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
-from blobstore.serve.unprepared import List, NotFetched, NotPrepared, OnlyHere
+from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
     Answer = Callable[[Request, Callable[[], str]], Response]
-    """Returns the response to a request; raises NotPrepared or BlobstoreError.
+    """Returns the response to a request; raises BodyNeeded, NotPrepared or BlobstoreError.
 
     The function that it gets returns the server's metrics.
     """
@@ -55,6 +55,8 @@ MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
 """Bytes of a form. Its paths are those of one model."""
+MAX_FORMS = 32 << 20
+"""Bytes of all forms that are read and answered at the same time."""
 IDLE_SECONDS = 75.0
 """How long a connection may say nothing, before its first request too."""
 BODY_SECONDS = 30.0
@@ -123,6 +125,7 @@ class Server:
         self._preparations = SharedWork(capacity.PREPARE)
         self._fetches = SharedWork(capacity.FETCH)
         self._lists = SharedWork(capacity.LIST, joins_begun=False)
+        self._forms = limits.Memory(MAX_FORMS)
         self._watches = Watches()
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
@@ -244,13 +247,7 @@ class Server:
         if transport is None:
             raise ConnectionResetError("the client has left")
         transport.set_write_buffer_limits(0)  # what is written has left this process
-        if raw.method == "POST":
-            body = await self._body(raw)
-            if body is None:
-                exchange.status = 413
-                return await _begun(raw, web.Response(status=413))
-            exchange.request = replace(exchange.request, body=body)
-        response = without_body(exchange.request, await self._sound(exchange.request, answer))
+        response = without_body(exchange.request, await self._judged(raw, exchange.request, answer))
         exchange.status = response.status
         texts = [part for part in response.parts if isinstance(part, bytes)]
         if len(texts) == len(response.parts) and sum(map(len, texts)) <= WRITTEN:
@@ -296,6 +293,20 @@ class Server:
                     await self._response(_again(exchange.request), answer)
             transport.close()
             raise
+
+    async def _judged(self, raw: web.BaseRequest, request: Request, answer: Answer) -> Response:
+        """Return the response to the head of a request, or to its body too if the head allows that."""
+        with contextlib.suppress(BodyNeeded):
+            return await self._sound(request, answer)
+        body = bytearray()
+        try:
+            if not await self._read_body(raw, body):
+                return Response(413)
+            return await self._sound(replace(request, body=bytes(body)), answer)
+        except limits.Crowded:
+            return _busy("too many forms arrive now")
+        finally:
+            self._forms.give(len(body))
 
     async def _sound(self, request: Request, answer: Answer) -> Response:
         """Return a response whose first blob is right, or that of an error.
@@ -358,18 +369,17 @@ class Server:
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await work.result(first.key, first.prepare)
 
-    @staticmethod
-    async def _body(raw: web.BaseRequest) -> bytes | None:
-        """Return the body of a request; None if it is too large."""
-        data = bytearray()
+    async def _read_body(self, raw: web.BaseRequest, body: bytearray) -> bool:
+        """Read the body of a request; return False if it is too large or slow. Raises Crowded."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BODY_SECONDS):
                 while piece := await raw.content.readany():
-                    data += piece
-                    if len(data) > MAX_BODY:
-                        return None
-                return bytes(data)
-        return None
+                    if len(body) + len(piece) > MAX_BODY:
+                        return False
+                    self._forms.take(len(piece), "a form")
+                    body += piece
+                return True
+        return False
 
     # The log
 
@@ -499,9 +509,10 @@ def _again(request: Request) -> Request:
     return replace(request, damaged=time.monotonic())
 
 
-def _busy() -> Response:
-    message = "the model is being prepared; ask again in a moment"
-    return json_response({"error": message}, 503, {"Retry-After": _RETRY_AFTER})
+def _busy(why: str = "the model is being prepared") -> Response:
+    return json_response(
+        {"error": f"{why}; ask again in a moment"}, 503, {"Retry-After": _RETRY_AFTER}
+    )
 
 
 def _named(response: Response) -> dict[str, str]:

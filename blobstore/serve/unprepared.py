@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+class BodyNeeded(Exception):
+    """The head of a request allows an answer. Read the body, and ask again."""
+
+
 class NotPrepared(Exception):
     """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
 

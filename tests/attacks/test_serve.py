@@ -19,7 +19,7 @@ from blobstore.operations.create.create import create
 from blobstore.serve.server import MAX_CONNECTIONS
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
-from tests.support.serve_process import Serving, connect, serving
+from tests.support.serve_process import SECONDS, Serving, connect, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
@@ -160,12 +160,60 @@ def test_a_body_without_an_end_is_refused(server: Serving) -> None:
     with connect(server) as client:
         client.sendall(
             b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
+            b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         with contextlib.suppress(ConnectionError):
             for _ in range(64):
                 client.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
     assert server.wait_for_log("status", "413")
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "status"),
+    [
+        ("/nothing", b"Host: localhost", b"405"),
+        (
+            "/api/models/org/model/paths-info/main",
+            b"Host: evil.example\r\nContent-Type: application/json",
+            b"421",
+        ),
+        (
+            "/api/models/org/model/paths-info/main",
+            b"Host: localhost\r\nSec-Fetch-Site: cross-site\r\nContent-Type: application/json",
+            b"403",
+        ),
+        (
+            "/api/models/org/model/paths-info/main",
+            b"Host: localhost\r\nContent-Type: text/plain",
+            b"415",
+        ),
+    ],
+)
+def test_no_body_is_waited_for_that_the_head_does_not_allow(
+    server: Serving, target: str, head: bytes, status: bytes
+) -> None:
+    with connect(server) as client:
+        client.sendall(
+            b"POST %s HTTP/1.1\r\n%s\r\nContent-Length: 1000\r\n\r\n" % (target.encode(), head)
+        )
+        assert client.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+def test_bodies_take_a_limited_memory_together(
+    data: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    form = (
+        b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n"
+    )
+    limits = {"server.MAX_FORMS": 1500, "server.BODY_SECONDS": SECONDS}
+    with serving(store, tmp_path, limits=limits) as server:
+        with connect(server) as client:
+            client.sendall(form + b" " * 999)
+            while not answer_of(server, form + b" " * 1000).startswith(b"HTTP/1.1 503"):
+                pass  # until the one that waits for its last byte is read
+        while answer_of(server, form + b" " * 1000).startswith(b"HTTP/1.1 503"):
+            pass  # until the one that has left has given up its memory
 
 
 def test_a_request_for_another_host_is_refused(server: Serving) -> None:
@@ -266,7 +314,7 @@ def test_a_head_or_a_form_that_comes_byte_by_byte_is_let_go(
                 pytest.fail("connections are kept")
         form = (
             b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Length: 1000\r\n\r\npaths"
+            b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\npaths"
         )
         answer = b""
         while not answer:

@@ -404,7 +404,7 @@ def test_a_form_that_is_too_large_is_refused(server: Serving) -> None:
     target = "/api/models/org/model/paths-info/main"
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
     assert server.request(target, "POST", b"paths=config.json", **kind)[0] == 200
-    assert server.request(target, "POST", b"x" * (2 << 20))[0] == 413
+    assert server.request(target, "POST", b"x" * (2 << 20), **kind)[0] == 413
 
 
 def test_files_are_left_for_blobs_if_few_may_be_open() -> None:
