@@ -189,7 +189,9 @@ def folder_contents(model: ModelContents, *, dequantize: bool = False) -> Folder
     check_no_gguf(manifest)
     kinds = {layer.media_type for layer in manifest.layers}
     if kinds.isdisjoint((media_types.TENSOR, media_types.FILE, media_types.JSON)):
-        raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
+        raise BlobstoreError(
+            "it has no tensors and no files, so there is nothing to put into a folder"
+        )
     contents, stacks, record = model.tensors, model.stacks, model.record
     files = dict(model.files)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.is_quantized]

@@ -97,11 +97,12 @@ def test_rejects_models_with_weights_in_gguf_files(
         write(NAME, out, store=store)
 
 
-def test_rejects_a_model_without_tensors(
+def test_rejects_a_model_without_tensors_and_files(
     write: Write, dense: Path, store: LocalStore, out: Path
 ) -> None:
-    remove_layers(store, media_types.TENSOR)
-    with pytest.raises(BlobstoreError, match="no tensor layers"):
+    for kind in (media_types.TENSOR, media_types.JSON, media_types.FILE):
+        remove_layers(store, kind)
+    with pytest.raises(BlobstoreError, match="no tensors and no files"):
         write(NAME, out, store=store)
 
 
