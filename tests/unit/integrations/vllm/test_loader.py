@@ -74,8 +74,8 @@ def test_weights_arrive_on_the_device_unless_ranks_copy_parts_of_views(
 ) -> None:
     config = fake_vllm.install(monkeypatch, ranks=ranks)
     source = write_folder(tmp_path / "source", weights())
-    policy: Any = {"policy": "uniform"} if quantize else {}
-    blobstore.create(source, "m", store=store, quantize=QuantizeOptions(quantize), **policy)
+    options = QuantizeOptions(quantize, policy="uniform") if quantize else None
+    blobstore.create(source, "m", store=store, quantize=options)
     opened: list[str] = []
 
     def watched(*arguments: Any, **options: Any) -> Any:
