@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
+from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -169,6 +170,8 @@ def create(
     started = time.monotonic()
     if not isinstance(reference, NameUpdate):
         reference = Reference.of(reference)  # before anything else
+    check_type("source_options", source_options, SourceOptions)
+    check_type("quantize", quantize or QuantizeOptions(), QuantizeOptions)
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
     update = store.names.seen(reference)

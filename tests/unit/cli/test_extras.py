@@ -102,7 +102,7 @@ folder = sys.argv[1]
 with blobstore.open("dense") as model:
     assert sum(array.nbytes for array in model.values()) > 0
 blobstore.export("dense", f"{folder}/exported")
-blobstore.create(f"{folder}/exported", "again", quantize="int4")
+blobstore.create(f"{folder}/exported", "again", quantize=blobstore.QuantizeOptions("int4"))
 blobstore.freeze(["dense"])
 blobstore.pack(["dense"], f"{folder}/archive")
 blobstore.verify()
