@@ -13,3 +13,9 @@ if find_spec("vllm") is not None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
+
+    # vLLM 0.32 chooses kernels for AMX by this, but does not ask the system for it; those of 4-bit weights
+    # need a scale per group besides.
+    import torch
+
+    setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # noqa: B010 - private
