@@ -385,9 +385,9 @@ def transformers_parameters(lane: Lane) -> None:
     store = LocalStore(lane.folder / "store")
     for kind, quantize in itertools.product(("llama", "tied", "qwen3-moe"), (None, "int4")):
         name = f"{kind}-{quantize}"
-        policy: Any = {"policy": "uniform"} if quantize else {}
+        options = QuantizeOptions(quantize, policy="uniform") if quantize else None
         source = saved(lane.folder / name, kind)
-        blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize), **policy)
+        blobstore.create(source, name, store=store, quantize=options)
         expected = from_store(name, store=store).state_dict()
         found: Any = from_store(name, store=store, device=lane.device)
         assert {one.device.type for one in found.parameters()} == {torch.device(lane.device).type}
@@ -463,9 +463,9 @@ def device_map(lane: Lane) -> None:
     store = LocalStore(lane.folder / "store")
     source = saved(lane.folder / "source", "llama")
     for quantize in (None, "int4"):
-        policy: Any = {"policy": "uniform"} if quantize else {}
+        options = QuantizeOptions(quantize, policy="uniform") if quantize else None
         name = f"m-{quantize}"
-        blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize), **policy)
+        blobstore.create(source, name, store=store, quantize=options)
         expected = from_store(name, store=store).state_dict()
         found = from_store(name, store=store, device_map="balanced").state_dict()
         assert len({tensor.device for tensor in found.values()}) == 2

@@ -250,10 +250,8 @@ def test_tensors_go_to_a_device_as_they_are_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = saved(kind, tmp_path / "source", torch.bfloat16)
-    policy: Any = {"policy": "uniform"} if quant_type else {}
-    blobstore.create(
-        source, "m", store=store, quantize=QuantizeOptions(quant_type), experts=experts, **policy
-    )
+    options = QuantizeOptions(quant_type, policy="uniform") if quant_type else None
+    blobstore.create(source, "m", store=store, quantize=options, experts=experts)
     expected = logits(from_store("m", store=store))
     sent: list[int] = []
 
