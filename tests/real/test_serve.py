@@ -312,7 +312,7 @@ def test_what_clients_ask_about_a_repository(server: Serving, source: Path, tmp_
 def test_a_tree_of_several_pages_is_listed_completely(source: Path, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(source, "org/tiny", store=store)
-    with serving(store, tmp_path, limits={"hub.PAGE": 2}) as server:
+    with serving(store, tmp_path, limits={"hub_files.PAGE": 2}) as server:
         found = run(
             server,
             tmp_path,
@@ -322,7 +322,7 @@ def test_a_tree_of_several_pages_is_listed_completely(source: Path, tmp_path: Pa
             """,
         )
         server.stop()
-        pages = [entry for entry in server.log() if "/tree/" in entry["path"]]
+        pages = [entry for entry in server.log() if "/tree/" in entry.get("path", "")]
     assert found == sorted(contents(source))
     assert len(pages) == -(-len(found) // 2)
 

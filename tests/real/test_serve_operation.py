@@ -144,7 +144,7 @@ def test_a_client_of_the_hub_gets_a_model_through_the_proxy(tmp_path: Path) -> N
     store = LocalStore(tmp_path / "store")
     create(source, "org/model", store=store, source_options=SourceOptions(keep=("*.txt",)))
     program = "from huggingface_hub import snapshot_download; print(snapshot_download('org/model'))"
-    pages = {"hub.PAGE": 2}  # the address of the next page has to be that of the proxy
+    pages = {"hub_files.PAGE": 2}  # the address of the next page has to be that of the proxy
     with (
         serving(store, tmp_path, "--anonymous", limits=pages) as server,
         nginx(server, tmp_path) as url,
