@@ -35,7 +35,7 @@ _NOTHING = ("", "~", "null", "Null", "NULL")
 def front_matter(text: str) -> Fields:
     """Return the texts and lists of texts at the start of a card, by the names of their fields.
 
-    It is empty if there are none, if they do not end, or if a field occurs twice.
+    It is empty if there are no fields, if they do not end, or if a field occurs twice.
     """
     lines = iter(text.removeprefix("\ufeff").split("\n", _MAX_LINES))
     if not _FENCE.fullmatch(next(lines).rstrip("\r")):

@@ -47,7 +47,7 @@ class Claim:
         self.spent = 0
         """Bytes that were, or are about to be."""
         self.taken = 0
-        """Bytes that there is space for now."""
+        """Bytes for which space is reserved."""
         self._space = space
 
     def extend(self, size: int, found: int = 0) -> None:

@@ -28,7 +28,7 @@ EVERYONE: Final = ""
 PUBLIC: Final = "public"
 """The client for whom the upstream is asked without any token, if the server has one of its own."""
 UPSTREAM: Final = ""
-"""Who gives rights to whole repositories; others are peers."""
+"""The giver of rights to whole repositories. Every other giver is a peer."""
 NOTHING: Final = ("", "")
 MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
@@ -74,7 +74,7 @@ class Rights:
         """When the upstream last refused a repository to a client."""
 
     def give(self, right: Right) -> None:
-        """Note a right. One of a peer that has no commit would open a repository, and is none."""
+        """Note a right. A peer's right without a commit would open a whole repository, so it is ignored."""
         if right.giver == UPSTREAM or right.commit:
             with self._lock:
                 key = (right.repository, right.client, right.commit)

@@ -58,7 +58,7 @@ class Revision(NamedTuple):
 
     @property
     def probe(self) -> str:
-        """The name of a file of weights, which shows whether a client may read the model; empty if there is none."""
+        """The name of a file of weights, which shows whether a client may read the model; empty if the model has no such file."""
         return next((name for name in self.names if name.endswith(WEIGHTS)), "")
 
 
@@ -180,7 +180,7 @@ class UpstreamClient:
             return False
 
     def _large_file(self, repository: str, commit: str) -> str:
-        """Return the name of the largest file that may be gated; empty if there is none."""
+        """Return the name of the largest file that may be gated; empty if the model has no such file."""
         large = [
             one
             for name, one in self.listing(repository, commit).items()

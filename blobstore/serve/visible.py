@@ -98,7 +98,7 @@ class Visible:
         return self._library.spelled(repository)
 
     def modified(self, reference: Reference) -> int | None:
-        """Return when a name got its model, in nanoseconds since the epoch; None if there is none."""
+        """Return when a name got its model, in nanoseconds since the epoch; None without a model."""
         version = (
             self._library.store.manifest_version(reference) if self._seen([reference]) else None
         )

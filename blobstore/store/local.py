@@ -282,7 +282,7 @@ class LocalStore(ManifestReader):
         Readers call this, so it creates no folder: one of root would lock the owner out.
         """
         with contextlib.suppress(OSError):
-            # A torn note is none, so no sync is needed.
+            # A torn note is ignored, so no sync is needed.
             write_file(self._note_path(kind, key), [pack(kind, key, data)], durable=False)
 
     def remove_note(self, kind: NoteKind, key: Digest) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import PlainDescriptors
 
 NO_STORE: Final = "'blobstore create' makes a store, and --store or BLOBSTORE_HOME names another"
-"""What to do if there is none."""
+"""What to do without a store."""
 
 
 class ManifestReader(BlobReader):

@@ -1,9 +1,8 @@
 """The names of a store: manifests get them and lose them here, atomically and durably.
 
-A name is given by compare-and-set. Who gives it says what it had when the command looked, and that is compared
-under the exclusive lock: of two commands that give one name at once, one wins, and the other one fails and
-changes nothing. A name that has become free, or that has the same manifest by now, is given all the same: nothing
-is lost.
+A name is given by compare-and-set. The caller hands over what the name had when the command looked, and that is
+compared under the exclusive lock. If two commands give one name at once, one wins, and the other fails and changes
+nothing. A name that has become free, or that has the same manifest by now, is given nevertheless: nothing is lost.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class NoteKind(NamedTuple):
     """A kind of notes."""
 
     name: str
-    """With the version: a note of another version is none."""
+    """With the version: a note of another version is ignored."""
     ending: str = ""
     """Of the file, if there may be several notes with one key."""
 

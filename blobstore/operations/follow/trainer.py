@@ -208,7 +208,7 @@ class TrainerFolder(ClosedPlace):
         target = self._target
         try:
             model = TrainedModel(target.store, target.store.resolve(target.reference))
-        except BlobstoreError:  # there is none to compare with
+        except BlobstoreError:  # no model to compare with
             return
         specs = {name: tensor.spec for name, tensor in model.tensors.items()}
         for name in sorted(specs.keys() | source.specs.keys()):
