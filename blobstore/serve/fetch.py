@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from blobstore.core.files import make_folders
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-class Fetch:
+class Fetch(ABC):
     """A thread, and the files that it fetches into the folder of a claim.
 
     If the upstream goes away or the server is stopped, they stay there for the next attempt.
@@ -43,13 +44,13 @@ class Fetch:
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="fetch")
 
+    @abstractmethod
     def work(self) -> None:
         """Fetch the files, and bring them into the store: on the thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def report(self) -> None:
         """Report the end, while the files can still be read: on the thread."""
-        raise NotImplementedError
 
     @property
     def fetched(self) -> int:
