@@ -163,7 +163,7 @@ class _Crowd:
 
     def _swap(self) -> None:
         code, _, errors = self._run("create", self._chance.choice(self._models).folder, SWAPPED)
-        # One of two that give the name at once is told that the other was faster.
+        # If two give the name at once, the slower one fails.
         if code and "in the meantime" not in errors:
             _report(f"create exits with {code}: {errors[-500:]}")
 
