@@ -115,7 +115,7 @@ def check_address(text: str) -> None:
 def reading_models(
     local: LocalStore, *names: str | Reference, plain_http: bool | None = None
 ) -> Iterator[tuple[ModelInspector, list[Reference]]]:
-    """Give a reader of models in a store and of remote ones, and the names that they have in it.
+    """Yield a reader for models of a store and of remotes, and the names that the models have in it.
 
     Raises:
         BlobDamaged, BlobMissing, InvalidManifest, UnsupportedSource: a remote model is damaged.
@@ -154,8 +154,8 @@ def find_model(
 
     Args:
         remote: the address, in a registry or in object storage.
-        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine. What
-            begins with ``http://`` or ``https://`` says so itself.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine. An
+            address that begins with ``http://`` or ``https://`` overrides it.
         limiter: limits what is read.
         with_files: also find models that other tools have pushed as files.
 

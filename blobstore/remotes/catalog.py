@@ -113,7 +113,7 @@ def find_store(address: str) -> ObjectStore | None:
 
 
 def has_many_models(address: str, *, plain_http: bool | None = None) -> bool:
-    """Return whether an address in a registry is that of the whole registry, or of repositories, and of no model.
+    """Return whether an address names a whole registry or several repositories, and not one model.
 
     Raises:
         InvalidReference: the address is not valid.

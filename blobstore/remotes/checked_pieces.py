@@ -51,7 +51,7 @@ class CheckedPieces:
         """The last piece that was read; it ends where the digest does."""
 
     def close(self) -> None:
-        """Release what the blob's reader holds."""
+        """Close the reader of the blob."""
         if self._source is not None:
             self._source.close()
 

@@ -107,8 +107,8 @@ class Download:
 
     A task is a blob, or a part of a large blob. The thread that begins a blob adds a task for each of its
     parts, and the thread that ends its last part checks its digest. Blobs that another process is fetching
-    are put back. A delta begins when its base is complete, if this pull fetches the base too, or when the
-    compressed form of that is.
+    are put back. If this pull also fetches the base of a delta, or the compressed form of the base, the delta
+    begins when that is complete.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class Download:
                     return
                 task = self._tasks.popleft()
             task()
+            # Only now: the threads must not end while a task may still add others.
             with self._changed:
                 self._unfinished -= 1
                 self._changed.notify_all()
@@ -311,9 +312,10 @@ class Download:
         self._add([partial(self._begin, fetch)])
 
     def _leave_form(self, fetch: _Fetch) -> None:
-        """Fetch a blob itself instead of its form; without the form of a base, so do all that wait for it."""
+        """Fetch a blob itself instead of its form. If it is a base, the deltas against it are replaced likewise."""
         with self._changed:
             if fetch.is_base:
+                # Before they begin, because they look at this first.
                 self._base_forms[fetch.blob.digest] = None
                 self._release(fetch)
                 return
@@ -329,6 +331,7 @@ class Download:
         # A part is missing if the registry refused it, or has no such blob.
         if file.missing or not file.has_right_digest():
             return False
+        # Cuts off the counters, so that the file has the bytes of the form and no others.
         file.complete()
         if fetch.is_base:  # it is decoded with those that need it
             self._base_forms[fetch.blob.digest] = cold, file.path

@@ -37,7 +37,7 @@ def attached(
 ) -> Attached:
     """Return what a remote has with the manifest of a model.
 
-    ``on_error`` is called with why signatures cannot be fetched.
+    ``on_error`` is called with the error if signatures cannot be fetched.
     """
     if isinstance(source, ObjectSource):
         return Attached(

@@ -116,7 +116,7 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
 
 
 def _printable(text: str) -> str:
-    """Return a text that a config of a registry can have: no lone surrogates, for one."""
+    """Return a text if it is printable, else an empty one: a config cannot have lone surrogates, for example."""
     return text if text.isprintable() else ""
 
 

@@ -78,7 +78,7 @@ class RemoteModelSource(Protocol):
         """What a user should know about how the model is served."""
 
     def headers(self) -> bytes | None:
-        """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
+        """Return the headers as :func:`pack_headers` packs them, unchecked; None if the remote has none."""
 
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that a blob exists with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
@@ -109,7 +109,7 @@ class RemoteReader:
         self._sources = sources
         self._local = local
         self.starts: dict[Digest, bytes] = {}
-        """The headers that were read, with their prefixes. Nothing shows yet that they are those of the blobs."""
+        """The headers that were read, with their prefixes; they are unchecked until the blobs are hashed."""
         self._index_keys: set[Digest] = set()
         """Of the headers in the local cache."""
         # Blobs with one digest have the same bytes, so any model that lists it may be asked.
@@ -264,7 +264,7 @@ class RemoteReader:
         return starts
 
     def forget_headers(self) -> None:
-        """Remove from the local cache headers of which one is not that of its blob."""
+        """Remove the headers of this model from the local cache, because one of them is wrong."""
         if self._local is not None:
             for key in self._index_keys:
                 self._local.remove_note(_HEADERS, key)
@@ -319,10 +319,11 @@ class RemoteReader:
             return digest not in self._owners
 
     def check_listed(self, digest: Digest, size: int) -> None:
-        """Check that the local store has a blob, or a remote model lists it, with this size; nobody is asked.
+        """Check that the local store has a blob, or a remote model lists it, with this size; send no request.
 
         Raises:
-            BlobMissing, BlobDamaged: neither has it, or with another size.
+            BlobMissing: neither has it.
+            BlobDamaged: it has another size.
         """
         if not self._has_local(digest, size):
             self._owner(digest, size)

@@ -66,7 +66,7 @@ class RangeLoader:
             base_layers: compressed forms of their bases, for those that are not in the store.
             starts: the headers by which the blobs are used, with their prefixes; checked when a blob is read.
             cache: keeps blobs that were read completely.
-            forget_headers: called if a header turns out to be that of no blob.
+            forget_headers: called if a header turns out to differ from the start of its blob.
         """
         self._source = source
         self._local = local
@@ -139,7 +139,7 @@ class RangeLoader:
         """Read blobs, but not those that another process has begun to read."""
 
         def claim(blob: BlobId) -> bool:
-            # It may have been read since the caller looked.
+            # Claimed first, then looked for: another process names a blob before it releases its claim.
             return batch is None or (batch.claim(blob) and not self.is_local(blob.digest))
 
         def read(part: tuple[_Load, int]) -> None:
@@ -153,6 +153,7 @@ class RangeLoader:
             except (BlobDamaged, BlobMissing):
                 if load.layer is None:
                     raise
+                # The part counts as arrived: the thread of the last part then reads the blob itself.
                 load.is_lost = True
             if batch is not None:
                 batch.beat()
@@ -300,6 +301,7 @@ class RangeLoader:
                 load.has_arrived(begin, end)
         load.check()
         self._check_start(load)
+        # After both checks, because the cache does not hash what it is given.
         if batch is not None:
             batch.keep(load.blob.digest, load.memory)
 
@@ -391,7 +393,7 @@ class _Load:
         self._lock = threading.Lock()
 
     def is_mine(self, claim: Callable[[BlobId], bool] = lambda _: True) -> bool:
-        """Return whether this process reads the blob, as ``claim`` says when it is asked first."""
+        """Return whether this process reads the blob. ``claim`` is asked once, and decides."""
         with self._lock:
             if self._is_mine is None:
                 self._is_mine = claim(self.blob)
@@ -460,7 +462,7 @@ def _merged(ranges: Iterable[BlobRange]) -> Iterator[BlobRange]:
 
 
 def _in_waves(loads: list[_Load]) -> Iterator[list[_Load]]:
-    """Yield blobs, each delta after its base. Those whose bases need each other come without compressed forms."""
+    """Yield blobs, each delta after its base. Blobs in a cycle of bases come without compressed forms."""
     done: set[BlobId] = set()
     for depth in count():
         wave = [load for load in loads if load.base is None or load.base.blob in done]

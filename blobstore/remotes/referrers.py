@@ -27,7 +27,7 @@ def fetch_referrers(
     root: RemoteManifest,
     on_error: Callable[[RemoteError], object] = lambda _: None,
 ) -> tuple[RemoteDescriptor, ...]:
-    """Return what refers to a manifest; nothing if the registry cannot say, and ``on_error`` gets why."""
+    """Return the manifests that refer to another one. If the registry cannot list them, call ``on_error``."""
     found: list[RemoteDescriptor] = []
     with noting_errors(on_error):
         found += client.referrers(repository, root.digest, on_error)
@@ -36,7 +36,7 @@ def fetch_referrers(
 
 @contextlib.contextmanager
 def noting_errors(on_error: Callable[[RemoteError], object]) -> Iterator[None]:
-    """Suppress errors of a block that reads what is optional; those of the remote are passed on."""
+    """Suppress errors of a block that reads something optional, and report those of the remote."""
     try:
         yield
     except RemoteError as error:
@@ -67,6 +67,7 @@ def send_attached(client: RegistryClient, repository: str, one: Attached) -> Non
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
+    # Before the manifest, which registries refuse if they lack a blob of it.
     for digest, data in one.blobs.items():
         if client.blob_size(repository, digest, for_upload=True) is None:
             _upload(client, repository, digest, data)

@@ -1,4 +1,4 @@
-"""The blobs of one remote model, of which those that a local store has are read there.
+"""The blobs of one remote model. Those that the local store has are read from it.
 
 An open model reads blobs, or ranges of them, straight into its memory. A blob that was read completely is
 kept in the local store as in a cache: the second model that needs it finds it there.
@@ -66,7 +66,7 @@ class RemoteStore:
         Args:
             local: the store that has some of the blobs, and keeps others.
             source: the model.
-            reference: its name, for messages and for what asks for the name of a model.
+            reference: its name, for messages and for callers that ask for the name of a model.
             cold_layers: returns the compressed forms that the remote has of the blobs. Called only if blobs
                 are missing.
             base_layers: returns those of the bases of these. Called only if such bases are missing.
@@ -284,7 +284,7 @@ class RemoteStore:
         return self._reader.read_headers(blobs)
 
     def read_note(self, kind: NoteKind, key: Digest) -> None:
-        """Return None: what the local store knows of blobs that it lacks was never checked."""
+        """Return None: a note about blobs that the local store lacks was never checked."""
 
     def write_note(self, kind: NoteKind, key: Digest, data: bytes) -> None:
         """Do nothing: the headers of blobs that were not read completely were not checked."""

@@ -61,7 +61,7 @@ class SelectedSignatures(NamedTuple):
     def of(
         cls, found: Iterable[bytes], manifest: Digest, policy: Policy | None
     ) -> SelectedSignatures:
-        """Keep what keys of the policy have signed; without such keys, a few of those that are well-formed."""
+        """Keep the signatures by keys of the policy; without such keys, a limited number of well-formed ones."""
         if policy is not None and policy.keys:
             # A valid signature of another model proves nothing about this one.
             trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
@@ -93,7 +93,7 @@ def fetch_signatures(
         root: the model's manifest in the registry.
         manifest: the digest of its manifest in a store.
         referrers: what the registry says refers to ``root``.
-        on_error: called with why a signature, or the list of them, cannot be fetched.
+        on_error: called with the error if a signature, or the list of them, cannot be fetched.
     """
     budget = Budget(limits.SIGNATURES, f"signatures of {root.digest.short}")
     with noting_errors(on_error):
@@ -181,7 +181,7 @@ def push_signatures(
 def send_signatures(
     client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[bytes]
 ) -> int:
-    """Give a registry the signatures of a model that it does not have; return how many are there.
+    """Send a registry the signatures of a model that it lacks; return how many it has then.
 
     A signature for cosign goes there only if it signs the manifest that the registry has.
 

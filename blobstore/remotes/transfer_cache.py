@@ -129,7 +129,7 @@ class PushCache:
 
 
 class PullRecord(NamedTuple):
-    """What a name was when it was pulled."""
+    """Where the model of a name was pulled from, and its manifests."""
 
     remote: str
     """The address."""
@@ -145,7 +145,7 @@ class PullRecord(NamedTuple):
 
     @classmethod
     def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
-        """Return the entry about a name; None without one, or if the name has another model by now."""
+        """Return the entry about a name; None if there is no entry, or if the name has another model by now."""
         match read_own(_pulled(store, reference), _NOTE):
             case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
                 with contextlib.suppress(BlobstoreError):

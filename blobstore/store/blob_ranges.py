@@ -1,4 +1,4 @@
-"""Parts of blobs that are read into memory together, so that nobody waits for each of them."""
+"""Parts of blobs that are read into memory together, instead of one after the other."""
 
 from __future__ import annotations
 

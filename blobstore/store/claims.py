@@ -73,6 +73,7 @@ class BlobClaims:
     def take(self, digest: Digest) -> bool:
         """Claim a blob; return False if another process or thread has claimed it."""
         with self._lock:
+            # Locks of POSIX exclude other processes only, so threads of this one look here.
             if digest in self._held:
                 return False
             if len(self._held) >= _MAX_CLAIMS:

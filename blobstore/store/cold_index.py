@@ -142,6 +142,7 @@ class ColdIndex:
     def _load(self) -> None:
         """Read the file if it has changed. Entries that were read before stay true."""
         try:
+            # Before the file is read: lines that are appended in between are read next time.
             version = FileVersion.of_status(self.path.stat())
             if version == self._version:
                 return

@@ -116,6 +116,7 @@ class Ingest:
         self._pool.shutdown()
         # Also after a failure: what was found intact stays intact.
         self._verified.save()
+        # After the threads have ended, or they would create files that nothing removes.
         self._lease.remove_files()
 
     def stop(self) -> None:
@@ -278,6 +279,7 @@ class Ingest:
             raise StoreError(
                 f"another program has changed or removed {quote(path)}", advice=RUN_AGAIN
             )
+        # Only now: without the lock and its list, another process would fetch the blob again.
         remove_partial(self._layout.partial, item.digest)
 
     def exclusive_lock(self) -> AbstractContextManager[None]:
@@ -329,7 +331,9 @@ class Ingest:
             if digester.size != size:
                 raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
             digest = digester.digest()
-            present = self.find(digest, size)  # another process may have written it by now
+            # Another process may have written it by now. This also leases the digest before the file
+            # gets its name.
+            present = self.find(digest, size)
             if present is not None:
                 return present
             is_new = True

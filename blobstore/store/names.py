@@ -214,10 +214,12 @@ class Names:
                 self._signatures.keep(one.manifest, one.data, is_verified=one.is_verified)
             # Exclusive: of two names that differ only in case, the second one must see the first.
             with lock(), contextlib.ExitStack() as undo:
+                # All checks before the first name, so that a model that fails changes nothing.
                 for model in models:
                     self._check(model)
                 former = []
                 for model in models:
+                    # Before the name is given: writing can also fail after the rename.
                     undo.callback(self._undo, model, self._data(model.update.reference))
                     former.append(self._give(model))
                 undo.pop_all()

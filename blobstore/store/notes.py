@@ -66,7 +66,7 @@ def parsed(note: bytes | None, parse: Callable[[Any], _Value]) -> _Value | None:
 def write_own(path: Path, root: Path, kind: NoteKind, value: Mapping[str, Any]) -> None:
     """Write a note that only its user reads, unless the store cannot be written.
 
-    So it is if a text of the value is not UTF-8, such as a path.
+    Also writes nothing if a text of the value, such as a path, is not UTF-8.
     """
     with contextlib.suppress(OSError, UnicodeEncodeError):
         make_folders(path.parent, root, durable=False)

@@ -234,6 +234,7 @@ class PartialBlob:
         """Remove the file, which is wrong or not needed."""
         self.path.unlink(missing_ok=True)
         self._remove_earlier(age=0)
+        # Last, because it lists the files: a file that is not listed is found only by gc.
         self._lock.remove()
 
     def close(self) -> None:
@@ -334,6 +335,7 @@ def remove_partial(folder: Path, digest: Digest) -> None:
     """Remove the partial files of a blob that is not needed any more, and its lock."""
     for path in listed_files(folder, digest):
         path.unlink(missing_ok=True)
+    # Last, because it lists the files.
     lock_path(folder, digest).unlink(missing_ok=True)
 
 

@@ -86,7 +86,9 @@ def quarantine_cold(store: BlobReader, digest: Digest) -> Path | None:
         return None
     cold = store.cold_path(digest)
     quarantined = _quarantine(store, cold, digest)
-    link_base(store, digest)  # it may be a base; gc removes the link if it is not
+    # Before the cold file goes: a base always needs a second file. gc removes a link that
+    # is not needed.
+    link_base(store, digest)
     # Without hard links, the file was moved to quarantine instead of being linked there.
     if os.path.lexists(cold):
         os.unlink(cold)  # noqa: PTH108 - a blob's path is a string

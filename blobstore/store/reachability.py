@@ -71,6 +71,7 @@ class ReachableBlobs:
             if entry.name.startswith("."):  # no name of a model, but .DS_Store, for example
                 continue
             try:
+                # Before the file is read: one that is replaced in between is read again next time.
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
                 version = FileVersion.of_status(status)
                 known = self._manifests.get(path)

@@ -141,6 +141,7 @@ class ObjectTarget:
     def publish(self, *_: object) -> None:
         """Write the headers of the blobs, and the manifest if the name still has the former one."""
         if not self.model.is_published:
+            # Before the name: a client that sees it asks for the headers at once.
             self.objects.put_headers(self.model.digest, pack_headers(self._headers()))
         # Last before the name: blobs of a lease that has ended may have been collected.
         self.check_lease()

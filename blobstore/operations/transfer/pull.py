@@ -160,6 +160,7 @@ def pull_model(
         # Files of other tools get a manifest when they are imported.
         new = None if source.files else Digest.of(source.model.manifest)
         is_new = not store.has_model(reference)
+        # Before anything is fetched: the name is given only if it still has this manifest then.
         seen = store.names.seen(name)
         if not force and _is_from(store, reference, source):
             name = seen
@@ -298,6 +299,7 @@ class _Pull:
             if source.files:
                 return self._import(transfer, jobs, progress)
             ingest.publish()
+            # Only now: if this process is killed earlier, the next pull decodes them again.
             transfer.remove_cold_files()
             former = self._publish(ingest, signatures)
             notices = (
@@ -339,6 +341,7 @@ class _Pull:
         created = import_files(
             self.source.files, path_of, self.update, store=store, jobs=jobs, progress=report
         )
+        # Only now: if the import fails, the next pull continues with these files.
         transfer.remove_files()
         with interrupts.deferred():  # all is done
             PullRecord.of(self.source, created.digest).keep(store, reference)

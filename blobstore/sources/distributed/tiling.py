@@ -49,6 +49,7 @@ def check_tiling(shape: Sequence[int], pieces: Sequence[_Boxed]) -> None:
         raise DamagedSource(
             f"its {len(pieces)} pieces {what}: they have {total} elements, the tensor has {elements}"
         )
+    # Equal sums do not suffice: two pieces may overlap by as much as the hole has.
     _Check(shape, _STEPS * len(pieces) + _SPARE_STEPS).covers(pieces, 0)
 
 

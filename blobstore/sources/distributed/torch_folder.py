@@ -104,6 +104,7 @@ class TorchFolder(AssembledFolder):
         choice = find_state_dict(tree, options.subtree)
         self.notices += choice.notices
         self._add(self._assembled(choice.tensors))
+        # After the tensors are added: what it advises depends on whether any can be read.
         self._check_readable()
         if not self.specs:
             raise SourceError(
@@ -176,6 +177,7 @@ class TorchFolder(AssembledFolder):
     def _read_pieces(self, wanted: list[_Wanted]) -> Iterable[tuple[str, Piece]]:
         """Yield the pieces of tensors, in the order of their bytes, with the names of the tensors."""
         templates = Templates()
+        # By file and offset, so that each file is opened once and read from front to back.
         wanted.sort(key=lambda item: item.piece.stored)
         for name, here in itertools.groupby(wanted, lambda item: item.piece.stored.file):
             file = self._by_name[name]

@@ -211,11 +211,13 @@ class _Weights:
             self._add_cut()
         else:
             self._add_flat()
+        # Before the module, which has these tensors too, but in stage 3 without elements.
         for name, shape in first.frozen.items():
             self._add_frozen(name, shape)
         for name, run in first.module.items():
             if name not in self._found and name not in first.tied:
                 self._add_of_module(name, run)
+        # Last, because a tied name gets what was found for the other one.
         for name, other in first.tied.items():
             if other in self._found and name not in self._found:
                 self._put(name, self._found[other])
