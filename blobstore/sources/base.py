@@ -117,7 +117,7 @@ class TensorSource(Protocol):
 
     @property
     def block_types(self) -> Mapping[str, str]:
-        """The types of tensors that are blocks of llama.cpp, as it names them, by the names of the tensors."""
+        """The llama.cpp types of the tensors that are blocks, by the names of the tensors."""
 
     @property
     def reopen(self) -> Callable[[], TensorSource]:

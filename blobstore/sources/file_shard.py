@@ -52,9 +52,9 @@ class FileShard(ABC):
     ending: ClassVar[str]
     """The end of the names of the files."""
     format: ClassVar[Format]
-    """What the source layer calls it."""
+    """The name of the format in the source layer."""
     invalid: ClassVar[type[Exception]]
-    """What :meth:`parse` and :meth:`layout_of` raise if a file breaks the format."""
+    """The exception of :meth:`parse` and :meth:`layout_of` for a file that breaks the format."""
     notices: Sequence[str] = ()
     gaps: tuple[Gap, ...] = ()
     """Bytes that are neither in the header nor in tensors; short zeros between tensors are left out."""

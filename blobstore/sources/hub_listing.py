@@ -103,7 +103,7 @@ def _commit(hub: _Hub, repo: str, revision: str | None) -> str:
 
 @contextmanager
 def _answers(repo: str) -> Iterator[None]:
-    """Raise SourceError in a block that meets an answer of something else than the Hub."""
+    """Raise SourceError if the block reads a response that is not one of the Hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -139,7 +139,7 @@ def entries_of(pages: Iterable[bytes], budget: limits.Budget) -> Iterator[tuple[
 
 
 def digester_of(file: ListedFile) -> hashlib._Hash:
-    """Return what computes the digest that the Hub lists for a file."""
+    """Return a hasher for the kind of digest that the Hub lists for a file."""
     return git_digester(file.size) if file.algorithm == "sha1" else hashlib.new(file.algorithm)
 
 
@@ -165,7 +165,7 @@ def pages_of(url: str, ask: Callable[[str], tuple[bytes, str | None]]) -> Iterat
 
 
 class _Hub:
-    """Asks the Hub's API, and waits for a busy Hub, but only so long in total."""
+    """Asks the Hub's API, and waits for a busy Hub for a limited time in total."""
 
     def __init__(self) -> None:
         self._left = float(_MAX_WAIT)

@@ -99,7 +99,7 @@ class MemorySource:
         raise UsageError("tensors in memory can be saved only by threads of this process")
 
     def check_unchanged(self) -> None:
-        """Return: nothing shows whether memory has changed."""
+        """Do nothing: it cannot be seen whether memory has changed."""
 
     def record(self) -> SourceRecord:
         """See :class:`TensorSource`."""

@@ -1,4 +1,4 @@
-"""How trainers write the change of a tensor: both directions, and the checksums of what results.
+"""The form in which trainers write the change of a tensor, read and written, with the checksum of the result.
 
 slime defined the form, and SGLang and others read it. A change is of the tensor's bytes, whatever its type:
 ``xor`` is the exclusive or of all of them, ``overwrite`` a count, the positions of the bytes that differ and
@@ -112,7 +112,7 @@ class Patch:
 
         Raises:
             DamagedSource: the frame is malformed, of another size, or the checksum differs. What was changed
-                before is then not to be used either.
+                before must then be discarded too.
         """
         begin, self._done = self._done, self._done + len(piece)
         data = np.frombuffer(piece, np.uint8)
@@ -138,7 +138,7 @@ class Patch:
             )
 
     def _positions(self) -> tuple[Any, Any]:
-        """Return where bytes change, in order, and what they become."""
+        """Return the positions of the bytes that change, in order, and their new values."""
         count = int.from_bytes(self._read(_COUNT), "little")
         if count > self._nbytes:
             raise DamagedSource(
@@ -165,7 +165,7 @@ class Patch:
         return positions[order], values[order]
 
     def _read(self, count: int) -> bytes:
-        """Return that many bytes. Memory grows as they arrive, because the count may be that of a liar."""
+        """Return that many bytes. Memory grows as they arrive, because the count is not trusted."""
         found = bytearray()
         while len(found) < count:
             data = self._next(min(count - len(found), _PIECE))

@@ -255,7 +255,7 @@ class OpenChanges:
             self._shards[name] = shard
 
     def patch(self, name: str, nbytes: int) -> Patch:
-        """Return what changes a tensor of ``nbytes`` bytes. Raises DamagedSource."""
+        """Return the change of a tensor of ``nbytes`` bytes. Raises DamagedSource."""
         shard = self._shards[name]
         return Patch(
             shard.read(name, memoryview(bytearray(_BUFFER))),

@@ -1,6 +1,6 @@
 """The operation ``follow``: a name becomes each version of another place, as soon as that has it.
 
-The place is asked again and again, or waits until there is something to tell. A version is fetched while
+The place is asked repeatedly, or delays its answer until there is another version. A version is fetched while
 the name has the former one, checked, and installed by the one rename that gives the name its manifest. So
 readers get the former version until then, whatever happens in between.
 """
@@ -82,7 +82,7 @@ def follow(
     """Keep a name equal to what another place has, and yield each version after it is installed.
 
     The name becomes what the place has, whatever it was before; ``restore`` undoes that. If another process gives it
-    another model while a version is fetched, the next question finds that. The iterator ends
+    another model while a version is fetched, the next request notices that. The iterator ends
     with ``once``, or after ``stop`` is set. Until then errors are reported, and the place is asked again
     after a pause that grows up to a minute.
 
@@ -94,11 +94,11 @@ def follow(
             that a trainer writes (``slime:FOLDER``, ``sglang:FOLDER``, ``modelexpress:FOLDER``). The changes of
             a trainer apply to the model that the name has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        interval: seconds between two questions. ``blobstore serve`` waits up to half a minute, and answers
+        interval: seconds between two requests. ``blobstore serve`` waits up to half a minute, and answers
             when there is another version.
-        keep_last: give each version a tag of its own, such as ``latest-0f3c5a1b9d2e``, and remove such tags
-            of all but the newest so many versions. By default a version has no name when the next one is
-            there, and ``gc`` removes what only it needs.
+        keep_last: the number of versions to keep. Each gets a tag of its own, such as
+            ``latest-0f3c5a1b9d2e``, and older tags of this form are removed. By default a version has no name
+            once the next one is installed, and ``gc`` removes the blobs that only it needs.
         once: ask once, and raise errors.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
         limit_rate: maximum number of bytes per second.
@@ -109,9 +109,9 @@ def follow(
         progress: called with the current blob, bytes done and total bytes.
 
     Raises:
-        UsageError: an argument is invalid, or nothing can follow such a place.
+        UsageError: an argument is invalid, or ``source`` is not a place that can be followed.
         MissingLibrary: a library that the place needs is not installed.
-        BlobstoreError: with ``once``, why there is no version; otherwise the store cannot be used.
+        BlobstoreError: with ``once``, the version cannot be read or installed; otherwise the store cannot be used.
     """
     check_jobs(jobs)
     if not 0 < interval < float("inf"):
@@ -180,7 +180,7 @@ class _Follower:
     def __init__(self, target: Target, source: str, place: Place, keep_last: int | None) -> None:
         self.place = place
         self.has_waited = False
-        """Whether the place has waited until there was something to tell."""
+        """Whether the place waited for a change when it was last asked."""
         self._target = target
         self._source = source
         self._keep_last = keep_last
@@ -188,7 +188,7 @@ class _Follower:
         """The last version, and the manifest that it gave the name."""
 
     def step(self, wait: int) -> Followed | None:
-        """Install what the place has; None if the name has it. Raises BlobstoreError."""
+        """Install the version that the place has; return None if the name has it already. Raises BlobstoreError."""
         target = self._target
         seen = target.seen()
         before = seen.old if isinstance(seen.old, Digest) else None
@@ -197,7 +197,7 @@ class _Follower:
             known: str | None = self._installed[0]
         else:
             known = None if before is None else self.place.known()
-        # The request may take as long as it likes, and changes nothing.
+        # May be interrupted at any moment, because the request changes nothing.
         look = interrupts.call(partial(self.place.look, known, wait))
         self.has_waited = look.has_waited
         if look.version == known:
@@ -210,7 +210,7 @@ class _Follower:
     def _installed_as(
         self, installed: Installed, before: Digest | None, started: float
     ) -> Followed | None:
-        """Return what became of the name; None if it is what it was."""
+        """Return the version that was installed; None if the name has the same model as before."""
         target = self._target
         digest = target.manifest()
         self._installed = installed.version, digest
@@ -240,6 +240,7 @@ class _Follower:
         data, manifest = store.parse(reference)
         if Digest.of(data) != digest:  # another process has given the name to another model
             return None
+        # Before older tags are removed: a crash in between leaves a version too many, not one too few.
         store.names.publish(replace_any(kept), manifest)
         tags = [
             one

@@ -117,7 +117,7 @@ class PatchedModel:
         raise UsageError("a trainer's changes are imported only by threads of this process")
 
     def check_unchanged(self) -> None:
-        """Return: the store's blobs do not change, and changes have checksums."""
+        """Do nothing: blobs of a store do not change, and the trainer's changes have checksums."""
 
     def record(self) -> SourceRecord:
         """See :class:`TensorSource`. The files are those of a folder that the trainer would have exported."""

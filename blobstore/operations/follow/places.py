@@ -1,6 +1,6 @@
 """Places whose versions a name can follow: what is there now, and how it gets into the store.
 
-A place is asked again and again. Its errors are those of one question; the next one may succeed.
+A place is asked repeatedly. An error concerns one request only; the next one may succeed.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Look(NamedTuple):
     """What a place has."""
 
     version: str
-    """Text that another version does not have: a digest, a commit or a number."""
+    """Identifies the version: a digest, a commit or a number."""
     has_waited: bool = False
     """Whether the place has waited for a change, so that it can be asked again at once."""
 
 
 class Installed(NamedTuple):
-    """What became of a version."""
+    """A version that was installed."""
 
     version: str
     bytes_fetched: int
@@ -85,19 +85,23 @@ class Place(Protocol):
     """Where versions come from. It is closed at the end of a ``with`` block."""
 
     def known(self) -> str | None:
-        """Return the version that the name is, as far as the store knows; None if it does not."""
+        """Return the version that the name has; None if the store does not know it."""
 
     def look(self, known: str | None, wait: int) -> Look:
-        """Return what is there now; a place that can waits up to ``wait`` seconds for another version.
+        """Return the version that is there now.
+
+        Some places wait up to ``wait`` seconds for another version than ``known``.
 
         Raises:
-            BlobstoreError: nothing can be said about it.
+            BlobstoreError: the place cannot be read.
         """
 
     def install(self, update: NameUpdate) -> Installed:
-        """Make the name what is there now. Raises BlobstoreError; the name then stays as it is.
+        """Give the name the version that is there now. If this fails, the name is unchanged.
 
-        If it is not what ``update`` says any more, that is NameTaken: somebody has given it to another model.
+        Raises:
+            NameTaken: the name was given to another model after ``update`` was made.
+            BlobstoreError: the version cannot be fetched or installed.
         """
 
     def __enter__(self) -> Self: ...
@@ -204,7 +208,7 @@ class HubRevision(ClosedPlace):
         return self._record()[0]
 
     def _record(self) -> tuple[str | None, Mapping[str, Any]]:
-        """Return the commit and the options of the import that the name has, if it is one of this repository."""
+        """Return the commit and the import options of the name's model, if it is from this repository."""
         store = self._target.store
         with contextlib.suppress(ModelNotFound):
             record = read_source_record(store, store.resolve(self._target.reference))
@@ -220,7 +224,7 @@ class HubRevision(ClosedPlace):
     def install(self, update: NameUpdate) -> Installed:
         """See :class:`Place`."""
         target = self._target
-        # The name stays quantized, for example, if it was.
+        # The next version is imported like the last one: quantized, for example.
         _, options = self._record()
         created = create(
             self._text,

@@ -1,6 +1,6 @@
 """The operation ``push --as slime``: writes a model as the next version of a trainer's folder.
 
-A version is what changes against the one before, or the whole model. It is written under another name, synced,
+A version has the changes since the one before, or the whole model. It is written under another name, synced,
 and renamed when it is complete. So receivers that look for its index never see a part of it.
 """
 
@@ -61,7 +61,7 @@ class PushedVersion:
     """Of the version."""
     version: int
     is_full: bool
-    """Whether it is the whole model, and not what changes."""
+    """Whether it has the whole model, not only changes."""
     digest: Digest
     """Of the model's manifest."""
     is_unchanged: bool
@@ -90,14 +90,14 @@ def push_version(
 ) -> PushedVersion:
     """Write a model as the next version of the folder of a trainer.
 
-    It changes the version before, if the store still has that: under a name, or in the history of one. The
-    first version is the whole model, unless ``base`` is what the receivers start from.
+    It has the changes since the version before, which the store must still have under a name or in the history
+    of one. The first version has the whole model, unless ``base`` is the model that receivers start from.
 
     Args:
         reference: the model.
         folder: the folder of the versions, which is made if it does not exist.
-        receiver: who reads it, which decides about the kind of checksum.
-        base: what the newest version is, or, without versions, what receivers start from.
+        receiver: the program that reads the folder, which needs its own kind of checksum.
+        base: the model of the newest version, or, if there is no version, the one that receivers start from.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         jobs: number of threads; by default one per processor.
         progress: called with the current tensor, bytes done and total bytes.

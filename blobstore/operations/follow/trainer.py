@@ -1,8 +1,8 @@
 """Follows the folder that a trainer writes: a model becomes each of its versions.
 
-The changes apply to what the name has. Which version that is, a note says; without it, the checksums of the
-versions show it. If the folder begins again, as it does when its trainer is started again, the changes apply
-to the model that the name had before the first version, as long as the store has it.
+The changes apply to the model of the name. A note says which version that is; without the note, the checksums of
+the versions show it. If the trainer is restarted and the folder begins again, the changes apply to the model that
+the name had before the first version, as long as the store has it.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class TrainerFolder(ClosedPlace):
         for part in _parts(chain):
             base = self._apply(base, part, update)
             update = NameUpdate(update.reference, base)
+            # After each part: a step that fails later continues from there.
             self._write_note(part[-1], base, first)
         number = _text(newest.number)
         with interrupts.deferred():  # all is done
@@ -221,7 +222,7 @@ class TrainerFolder(ClosedPlace):
 
 
 class _Note:
-    """Which version a name is. It may be missing, and then the checksums of the versions show it."""
+    """Which version a name has. If the note is missing, the checksums of the versions show it."""
 
     def __init__(
         self, source: str, version: str, manifest: Digest, first: Digest | None, state: str
@@ -236,7 +237,7 @@ class _Note:
 
     @classmethod
     def read(cls, target: Target) -> _Note | None:
-        """Return the note; None without one, or if the name has another model by now."""
+        """Return the note; None if there is no note, or if the name has another model by now."""
         match read_own(_path(target), _NOTE):
             case {
                 "source": str(source),
@@ -285,7 +286,7 @@ def find_manifest(store: LocalStore, reference: Reference, digest: Digest) -> by
         for former in store.names.former(reference):
             yield former.data
         for other in store.references():
-            with contextlib.suppress(BlobstoreError):  # what cannot be read is another model
+            with contextlib.suppress(BlobstoreError):  # if it cannot be read, it is another one
                 yield store.read_manifest(other)
 
     for data in candidates():
@@ -326,7 +327,7 @@ def current_version(store: LocalStore, manifest: Manifest, chain: Sequence[Weigh
 
 
 def _parts(chain: Sequence[WeightVersion]) -> Iterator[Sequence[WeightVersion]]:
-    """Yield so many versions of a chain at a time as may be open."""
+    """Divide a chain into parts whose files can be open at the same time."""
     begin = count = 0
     for end, version in enumerate(chain):
         count += len(version.files)

@@ -54,7 +54,7 @@ _MAX_WORK = 64
 _SPARE_WORK = 4 * 2**30
 _SHOWN = 8
 _INTERNAL = frozenset(("check_readable", "header", "read_range", "version"))
-"""What other modules use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
+"""Names that other modules use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
 
 class Checkpoint:
@@ -71,7 +71,7 @@ class Checkpoint:
         skip_unreadable: bool = False,
         opener: Opener = open_regular,
     ) -> None:
-        """Open the file; with ``skip_unreadable``, tensors of unknown classes are unreadable, no error."""
+        """Open the file; with ``skip_unreadable``, tensors of unknown classes are skipped and not an error."""
         self.path = path
         self._skips_unreadable = skip_unreadable
         self.notices: Sequence[str] = ()

@@ -69,7 +69,7 @@ def other_kind(head: bytes) -> str | None:
 
 
 def _incomplete(head: bytes) -> str | None:
-    """Return what a file is that a download left in place of the right one, by its first bytes."""
+    """Return a description of the file that a failed download left, by its first bytes."""
     if not head:
         return "an empty file"
     if head.startswith(b"version https://git-lfs"):

@@ -68,8 +68,8 @@ class Tree(NamedTuple):
     is_module: bool
     """Whether it is a complete module: all of it is the model."""
     unknown: Sequence[tuple[Path, Global]] = ()
-    """What globals that are not known would make, with the keys that lead to it; none if they were
-    checked before."""
+    """The objects of unknown globals, with the keys that lead to them; empty if they were checked
+    before."""
     is_scalar: Callable[[Any], bool] = lambda value: value.arguments[2:3] in _SCALARS
     """Whether a tensor can be next to a model without being a part of it."""
 
