@@ -256,6 +256,7 @@ def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Ref
         gains: the bytes that each model saves with some others as its base.
     """
     bases: dict[Reference, Reference] = {}
+    # The most frequent first: a model that has a base by the time its turn comes cannot be one.
     for base, _ in Counter(named.values()).most_common():
         if base not in bases:
             bases |= {

@@ -119,6 +119,7 @@ def run_in_batches(
         without_space: list[tuple[Descriptor, OSError]] = []
         batch: list[Result] = []
         size, started, has_result = 0, time.monotonic(), False
+        # Closed if the caller fails to commit, too: jobs must not go on after that.
         with contextlib.closing(pool.completed(remaining, run)) as completed:
             for blob, result in completed:
                 if isinstance(result, OSError):

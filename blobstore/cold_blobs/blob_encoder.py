@@ -281,9 +281,9 @@ def _has_header_of(base: BaseBlob, data: memoryview, header: Header) -> bool:
 class _BaseAligner:
     """Finds the bytes of a base that each tensor of a blob is compared with.
 
-    Blocks of GGUF are compared with what quantizing makes of the base's tensors. Equal data comes first,
-    whatever the tensor that has it is called, and for a stacked tensor also slice by slice. Otherwise it is the tensor of the same name, type and shape; if both blobs have a single
-    tensor, the names need not match.
+    Blocks of GGUF are compared with the quantized tensors of the base. Equal data comes first, under any name, and
+    for a stacked tensor also slice by slice. Otherwise the tensor of the same name, type and shape is used; if both
+    blobs have a single tensor, the names need not match.
     """
 
     def __init__(

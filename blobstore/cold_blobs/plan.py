@@ -96,6 +96,7 @@ def plan_freeze(
     """
     store.check_root()
     plan = FreezePlan(ReachableBlobs(store))
+    # Before models are read: a manifest that is replaced from now on does not count as frozen.
     plan.reachable.update()
     all_names = list(store.references())
     if base is not None:

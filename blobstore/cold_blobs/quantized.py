@@ -131,7 +131,7 @@ class _Pair(NamedTuple):
     """Offset of the weights in the base."""
 
     def _predict(self, rule: QuantRule, offset: int) -> bytes:
-        """Return what a rule makes of weights, as many as a sample has."""
+        """Return the bytes that a rule predicts for a sample."""
         found = rule.predict(
             lambda at, size: self.base.read(self.begin + at, size), offset, self.blocks.sample_size
         )

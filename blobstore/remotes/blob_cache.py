@@ -1,7 +1,7 @@
 """Blobs of a remote model, kept in the local store as in a cache.
 
-Blobs are written while a model is loaded, and synced and named in the background, so that nobody waits for
-the disk. If the store cannot be written, or the disk is full, nothing more is kept. Processes that open one
+Blobs are written while a model is loaded, and synced and named in the background, so that loading does
+not wait for the disk. If the store cannot be written, or the disk is full, nothing more is kept. Processes that open one
 model at the same time claim its blobs, so that one of them reads a blob, and the others take it from the store.
 """
 
@@ -68,15 +68,15 @@ class BlobCache:
 
     @property
     def claims(self) -> BlobClaims | None:
-        """The claims of this process; None if nothing is kept, so that nobody should wait."""
+        """The claims of this process; None if nothing is kept, because waiting would be in vain."""
         return None if self._is_off else self._claims
 
     def batch(self) -> BlobBatch:
-        """Return what the blobs of one load are kept with."""
+        """Return a batch that keeps the blobs of one load."""
         return BlobBatch(self)
 
     def begin_import(self) -> tuple[Ingest, contextlib.ExitStack] | None:
-        """Begin an import of blobs, and return what ends it; None if nothing is kept any more."""
+        """Begin an import of blobs, and return it with the stack that ends it; None if nothing is kept any more."""
         if self._is_off:
             return None
         with contextlib.ExitStack() as stack:

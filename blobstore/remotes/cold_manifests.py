@@ -40,7 +40,7 @@ def fetch_cold_layers(
     Args:
         client: the registry.
         repository: the repository of the model.
-        referrers: what the registry says refers to the model's manifest.
+        referrers: the manifests that, as the registry says, refer to the model's manifest.
         blobs: those of the model; layers of others are left out.
         on_error: called with the digest of a manifest that cannot be read, which is left out.
     """

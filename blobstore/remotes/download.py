@@ -81,7 +81,7 @@ class _Fetch:
 
     @property
     def stored(self) -> BlobId:
-        """What is fetched."""
+        """The blob that is fetched: the blob itself, or its compressed form."""
         return self.blob.id if self.cold is None else self.cold.stored
 
 
@@ -90,7 +90,7 @@ class BlobSource(Protocol):
 
     @property
     def client(self) -> RemoteClient:
-        """What sends the requests."""
+        """The client that sends the requests."""
 
     @property
     def data(self) -> bytes:
@@ -142,6 +142,7 @@ class Download:
             fetch.blob.digest: [] for fetch in self._fetches
         }
         """The tasks that wait for a blob."""
+        # After each blob has a list, because a delta may come before its base.
         for fetch in self._fetches:
             base = None if fetch.cold is None else fetch.cold.base
             # If this pull does not fetch the base, the store has it.

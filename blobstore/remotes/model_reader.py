@@ -44,7 +44,7 @@ _STREAMS: Final = capacity.HEADERS.most
 
 
 class RemoteClient(Protocol):
-    """What sends the requests for a model."""
+    """The client that sends the requests for a model."""
 
     def abort(self) -> None:
         """End the requests of all threads, soon and for good."""
@@ -55,7 +55,7 @@ class RemoteModelSource(Protocol):
 
     @property
     def client(self) -> RemoteClient:
-        """What sends the requests."""
+        """The client that sends the requests."""
 
     @property
     def address(self) -> object:

@@ -166,7 +166,7 @@ class RangeLoader:
         pool.run(parts, read)
 
     def _take(self, load: _Load, batch: BlobBatch, pool: WorkerPool) -> None:
-        """Take a blob from the local store when the process that reads it is done; leave it to us otherwise."""
+        """Take a blob from the local store when the process that reads it is done. If that failed, read it here."""
 
         def pause(seconds: float) -> None:
             if pool.stopping.wait(seconds):
@@ -294,6 +294,7 @@ class RangeLoader:
         """Check a blob that has arrived, after decoding it, and keep it."""
         if load.layer is not None and not self._is_decoded(load, load.layer):
             # The list of compressed forms is not trusted; the blob itself has the digest.
+            # From here on the bytes of the blob itself arrive, and are hashed.
             load.layer = None
             for begin in range(0, load.blob.size, PART):
                 end = min(begin + PART, load.blob.size)
@@ -322,6 +323,7 @@ class RangeLoader:
             return False
         try:
             decoder = ColdBlobDecoder(load.arriving())
+            # The decoder has the bytes now, and they are freed with it.
             load.release()
             if decoder.size != load.blob.size:
                 return False
@@ -357,7 +359,7 @@ def _in_memory(base: BaseBlob) -> BaseBlob:
 
 
 class _Form(NamedTuple):
-    """What is read instead of a blob."""
+    """The compressed form that is read instead of a blob."""
 
     layer: ColdLayer
     links: Sequence[ColdLayer]
@@ -405,7 +407,7 @@ class _Load:
 
     @property
     def stored(self) -> BlobId:
-        """What is read."""
+        """The blob that is read: the blob itself, or its compressed form."""
         return self.blob if self.layer is None else self.layer.stored
 
     def arriving(self) -> memoryview:

@@ -58,6 +58,7 @@ def send_referrers(
         send_attached(client, repository, one)
         sent.append(one.listed)
     if sent:
+        # After all of them are there: an index must list no manifest that is missing.
         _list_referrers(client, repository, root, sent)
 
 

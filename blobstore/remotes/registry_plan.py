@@ -1,4 +1,4 @@
-"""Reads from the store what a layout needs to plan a push."""
+"""Reads from the store the data that a layout needs to plan a push."""
 
 from __future__ import annotations
 

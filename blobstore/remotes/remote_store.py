@@ -88,6 +88,7 @@ class RemoteStore:
         self.manifest_data = source.data
         """The bytes of that."""
         self._reader = RemoteReader({self.reference: source}, local)
+        # As of now: whether a blob is local is asked again whenever it is read.
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         layers, forms = _listed_forms(local, source, missing, cold_layers, base_layers)
         self._cache = None
@@ -142,6 +143,7 @@ class RemoteStore:
                     self.check_digest(*blob.id)
             if is_hashed or prefetch == "read":
                 model.check("size")  # reads what is remote, and hashes it
+            # Last: until here an error ends the lease, from here on the model does.
             model.at_end(ending.pop_all().close)
             return model
 
@@ -279,7 +281,7 @@ class RemoteStore:
     def read_headers(
         self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None
     ) -> Iterator[Header | Damaged | StoreError]:
-        """Yield the headers of blobs, from wherever these are; nothing is mapped."""
+        """Yield the headers of blobs, from the local store or the remote; nothing is mapped."""
         del region
         return self._reader.read_headers(blobs)
 

@@ -92,7 +92,7 @@ def fetch_signatures(
         repository: the repository of the model.
         root: the model's manifest in the registry.
         manifest: the digest of its manifest in a store.
-        referrers: what the registry says refers to ``root``.
+        referrers: the manifests that, as the registry says, refer to ``root``.
         on_error: called with the error if a signature, or the list of them, cannot be fetched.
     """
     budget = Budget(limits.SIGNATURES, f"signatures of {root.digest.short}")
@@ -204,6 +204,7 @@ def _send_cosign(
     client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Envelope]
 ) -> None:
     """Add signatures to those that the tag of a manifest has; an earlier push may have sent them."""
+    # As with an index of referrers: of two processes that do this at once, one loses its entries.
     found = tag_to_extend(client, repository, cosign.tag_of(root.digest), root)
     content = found.parse() if found is not None else None
     before = content.layers if isinstance(content, ImageManifest) else ()

@@ -108,7 +108,8 @@ class PushCache:
         }
 
     def add(self, digests: Iterable[Digest]) -> None:
-        """Remember what the repository has now."""
+        """Remember blobs that the repository has now."""
+        # Without a lock: another process may undo this entry, which costs uploads only.
         known = self._pushed()
         # The repository moves to the end, so that the oldest are forgotten first.
         blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))

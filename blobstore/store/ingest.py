@@ -3,8 +3,8 @@
 The order makes a crash harmless. The bytes of each blob are durable before it gets its name, and
 ``Ingest.publish`` makes the names durable before it returns, so that a manifest written afterwards
 lists only blobs that exist. A blob that the store had is used only if it is intact: it is hashed unless
-it has been since it last changed, and replaced if it is damaged. Syncing overlaps with hashing and writing later blobs, because an fsync
-per blob in line nearly doubles the time of an import.
+it has been since it last changed, and replaced if it is damaged. Blobs are synced while later ones are hashed and
+written, because an fsync per blob in line nearly doubles the time of an import.
 
 Worker processes can add blobs to an import too. They write and sync files under names that begin with
 the import's lease, add digests to that lease, and return the names of their files. The import renames

@@ -5,11 +5,10 @@ manifest references yet, are held by its lease: a file that lists digests and st
 lives. The system releases a lock when a process ends, however it ends, so an unlocked lease belongs to a
 dead process.
 
-The store's lock is held only for moments: shared while a lease is written,
-exclusive while names change or unreferenced blobs are removed. Readers do not take it: a reader that misses a
-blob reads the manifest again. The holder of the exclusive lock has read all
-leases since taking it. A digest that is added to a lease later is looked for later, so its owner sees
-whether the blob was removed.
+The store's lock is held only for moments: shared while a lease is written, exclusive while names change or
+unreferenced blobs are removed. Readers do not take it: a reader that misses a blob reads the manifest again. The
+holder of the exclusive lock reads all leases after taking it. The owner of a lease adds a digest before it looks
+for the blob, so it sees whether the blob was removed.
 """
 
 from __future__ import annotations

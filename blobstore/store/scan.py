@@ -67,7 +67,7 @@ def is_folder(path: str) -> bool:
     """Return whether a path is a folder or a symbolic link to one.
 
     Raises:
-        StoreError: it cannot be reached, so that nobody knows.
+        StoreError: it cannot be reached.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116 - there are thousands of strings

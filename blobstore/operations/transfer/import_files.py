@@ -68,6 +68,7 @@ def import_files(
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             for file in files:
                 _place(file, path_of(file), folder, store)
+        # While the lease lives, or gc could remove the folder that is being read.
         return create(folder, update, store=store, jobs=jobs, progress=progress)
 
 
@@ -86,6 +87,7 @@ def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalSto
             shutil.copyfile(content, target)
     if file.is_tar:
         _unpack(file, target, folder)
+        # Only this name of the tar: the partial file stays until the import has succeeded.
         target.unlink()
 
 

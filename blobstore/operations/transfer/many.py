@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transferred(Generic[_Result]):
-    """What became of one model: a result or an error."""
+    """The outcome for one model: a result or an error."""
 
     name: str
     """The name here of a push or copy, the address of a pull."""
@@ -61,7 +61,7 @@ def push_models(
     registry: RegistryOptions = DEFAULT_OPTIONS,
     **options: Any,
 ) -> list[Transferred[Pushed]]:
-    """Push several models, and return what became of each.
+    """Push several models, and return the outcome for each.
 
     Args:
         references: the models.
@@ -93,6 +93,7 @@ def push_models(
             expected=expected,
             **options,
         )
+        # After the push, or a dry run would take the model's own blobs for present.
         if remote is not None and registry.mount:
             expected.update(blob.digest for blob in blobs[number])
         return pushed
@@ -107,7 +108,7 @@ def pull_models(
     progress: Progress | None = None,
     **options: Any,
 ) -> list[Transferred[Pulled]]:
-    """Fetch several models, which get the names that they have there, and return what became of each.
+    """Fetch several models, which get the names that they have there, and return the outcome for each.
 
     Models that have bases of others' compressed forms come first. A repository of more parts than a name
     has gives the model its host and its last two parts.
@@ -137,6 +138,7 @@ def pull_models(
             raise entry.error
         pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
         blobs[number] = own
+        # After the pull, or a dry run would take the model's own blobs for present.
         expected.update(own)
         if bases[order[number]] <= set().union(*blobs):  # nothing else is to be pulled first
             others = [text for text in pulled.notices if not text.startswith(WITHOUT_BASES)]
@@ -178,6 +180,7 @@ def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> 
         path = {start: None}
         while path:
             last = next(reversed(path))
+            # A base on the path closes a cycle, of which one model must come before its base.
             rest = (one for one in needs[last] if one not in order and one not in path)
             if (base := next(rest, None)) is not None:
                 path[base] = None
@@ -293,7 +296,7 @@ def each_of(
     progress: Progress | None,
     transfer: Callable[[int, Progress | None], _Result],
 ) -> Iterator[Transferred[_Result]]:
-    """Yield what becomes of each model, one after the other; an error that all would have is raised."""
+    """Yield the outcome for each model, one after the other. Raise errors that all of them would have."""
     for number, name in enumerate(names):
         step = of_items(progress, "models", names, sizes, number)
         try:

@@ -290,6 +290,7 @@ class _Pull:
                 store,
                 with_model.fetch_layers() if missing else {},
                 missing,
+                # Leases bases too, so that gc keeps them until the deltas are decoded.
                 lambda base: ingest.find(*base) is not None,
                 with_model.fetch_bases,
             )
@@ -297,6 +298,7 @@ class _Pull:
             transfer = Download(source, store, ingest, missing, workers, usable)
             transfer.run(streams)
             if source.files:
+                # Before blobs get their names: the import makes other blobs of these files.
                 return self._import(transfer, jobs, progress)
             ingest.publish()
             # Only now: if this process is killed earlier, the next pull decodes them again.

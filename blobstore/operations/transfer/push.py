@@ -247,6 +247,7 @@ class _Push:
         workers = self._steps.begin(self._size, self._to_read)
         send = partial(self._send, report=workers.report)
         for counts in workers.run(self._blobs, send, self._target.abort):
+            # Counted by this thread alone: updating a Counter is not atomic.
             self._sent.update(counts)
         # If a blob was lost, manifests may have been lost too, so these are sent again.
         if not (self._dry_run or self._is_unchanged):
@@ -337,6 +338,7 @@ class _Push:
             counts = self._send(stored, report)
             if self._verify:  # before it is listed, or clients would already fetch it
                 self._read_back(stored.id, blob.name, report)
+            # By several threads at once; the list is read after they have ended.
             new.append(file.layer)
             return counts
 

@@ -241,6 +241,7 @@ class RegistryTarget:
                 session=self._cache.session(blob.digest) if is_resumable else None,
                 on_session=partial(self._cache.keep_session, blob.digest),
             )
+        # Only now: if the upload fails, the next push resumes it by this note.
         self._cache.forget_session(blob.digest)
         return resumed
 
@@ -248,6 +249,7 @@ class RegistryTarget:
         """Send the manifests, the one with the tag last."""
         send_missing = partial(self._send_missing, workers, sent)
         *parts, root = self._plan.manifests
+        # Before the index, which registries refuse if they lack one of its parts.
         for part in parts:
             # A part has its digest as its name, so one that is there is the same.
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
@@ -267,6 +269,7 @@ class RegistryTarget:
         # Their bytes were reported as done before.
         workers.run(missing, lambda blob: self._upload(blob, lambda _: None), self.abort)
         for blob in missing:
+            # Removed, so that a blob that is missing again later is not counted twice.
             if (claimed := self._claimed.pop(blob.digest, None)) is not None:
                 sent[claimed] -= blob.size
                 sent["sent"] += blob.size

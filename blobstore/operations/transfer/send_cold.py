@@ -104,6 +104,7 @@ class ColdBlobs:
         """
         hot = (blob.size for blob in self.blobs if not self._store.has_cold(blob.digest))
         with self._store.writing(), TemporaryFiles(self._store) as self._files:
+            # Before anything is read: the names of these blobs may be removed at any time.
             self._files.lease.hold(self._leased)
             # The largest blobs come first, and each thread encodes one at a time.
             self._store.check_space(sum(islice(hot, jobs)))
@@ -144,6 +145,7 @@ class ColdBlobs:
             yield None
             return
         path = str(item.path or self._store.cold_path(blob.digest))
+        # All bytes are read by one descriptor, because a thaw may remove the file of a frozen blob.
         descriptor, size = open_regular(path)
         try:
             base = base_of(ColdBlob(path, blob.digest, self._store.base_files))

@@ -41,11 +41,11 @@ State = Literal["present", "missing", "other model", "fetched", "replaced"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncedModel:
-    """What became of a model of a lock file."""
+    """The outcome for a model of a lock file."""
 
     reference: Reference
     state: State
-    """What it was with ``check``, or became."""
+    """The state of the name, with ``check`` before and otherwise after the transfer."""
     manifest: Digest
     """As the lock file says."""
     found: Digest | None = None
@@ -119,7 +119,7 @@ def sync_models(
     progress: Progress | None = None,
     **options: Any,
 ) -> list[SyncedModel]:
-    """Make a store have the models of a lock file, with the same manifests, and return what became of each.
+    """Make a store have the models of a lock file, with the same manifests, and return the outcome for each.
 
     Models that have bases of others' compressed forms come first. One that fails does not keep others from
     being fetched. Other models of the store stay.
@@ -148,6 +148,7 @@ def sync_models(
         try:
             if not is_new and not replace_others:
                 raise NameTaken(f"another model has the name {quote(model.reference)}")
+            # Compared under the lock: the name may have been given since the check above.
             old = ANYTHING if replace_others else ABSENT
             update = NameUpdate(model.reference, old, model.manifest)
             _fetch(local, model, update, step, options)

@@ -76,6 +76,7 @@ class TarStream:
                 continue
             found = entry.name if name is None else name
             length = entry.size if size is None else size
+            # Reset here, because headers concern only the entry that follows them.
             name = size = None
             is_regular = entry.kind in _FILES
             if entry.kind == _FOLDER or (is_regular and found.endswith(b"/")):

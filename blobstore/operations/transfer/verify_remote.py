@@ -196,14 +196,14 @@ def _registry_sources(
 
 
 def _place(source: RemoteSource | ObjectSource) -> str:
-    """Return what lists the blobs that can be read: a repository, or else the whole store."""
+    """Return the repository whose blobs a model has, or nothing in object storage, which shares all blobs."""
     return source.address.repository if isinstance(source, RemoteSource) else ""
 
 
 def _blobs_of(
     source: RemoteSource | ObjectSource, faults: list[RemoteFault]
 ) -> tuple[Sequence[Descriptor], Sequence[Descriptor]]:
-    """Return the blobs of a model and their compressed forms; what is wrong with lists of these is added."""
+    """Return the blobs of a model and their compressed forms. Lists of these that cannot be read become faults."""
 
     def report_manifest(digest: Digest, error: BlobstoreError) -> None:
         faults.append(RemoteFault(str(source.address), "compressed forms", error.message, digest))

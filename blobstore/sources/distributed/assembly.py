@@ -89,6 +89,7 @@ class _Stream:
         piece = self._piece
         done = 0
         with piece.file.opened(self._descriptor) as descriptor:
+            # Before the first bytes are passed on, because the checksum is that of a larger storage.
             if piece.check and not self._done:
                 piece.check(descriptor)
             while done < len(target):
@@ -100,6 +101,7 @@ class _Stream:
         self._done += done
         if piece.crc:
             self._crc = crc32(target, self._crc)
+            # Before the last bytes are passed on: no tensor is complete with a wrong checksum.
             if self._done == piece.size and self._crc != piece.crc:
                 raise DamagedSource(
                     f"{quote(piece.file.path)}: the {piece.size} bytes from byte {piece.begin} have "

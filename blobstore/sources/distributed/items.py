@@ -27,7 +27,7 @@ def read_piece(
     piece: StoredPiece,
     templates: Templates,
 ) -> Piece:
-    """Read the item of a piece, except its data, and check that it is what the metadata say.
+    """Read the item of a piece, except its data, and check that it matches the metadata.
 
     ``templates`` are the items that were read before, and get this one.
 
@@ -41,6 +41,7 @@ def read_piece(
         return known
     stored, box = piece.stored, piece.box
     item = _opened(descriptor, stored)
+    # Before the value is looked at: what it seems to be depends on its globals.
     check_globals(item.result)
     value = item.result.value
     if not is_tensor(value):

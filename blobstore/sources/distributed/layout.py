@@ -55,6 +55,7 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
     # The readers are imported late: they take a while, and most models need none.
     with contextlib.closing(FileTree(path)) as tree:
         has_shards = _has_shards(tree)
+    # First, because the names of shards end like those of a complete model.
     if has_shards:
         from blobstore.sources.distributed.huggingface_shards import HuggingFaceShards
 

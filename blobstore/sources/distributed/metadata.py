@@ -144,6 +144,7 @@ def parse_metadata(data: bytes) -> Metadata:
             result = run(data, limits=limits)
         except LimitReached as error:
             raise UnsupportedSource(f"its metadata are too large: {error}") from None
+        # Before the values are looked at, so that the error names the class and not a symptom.
         if refused := [item for item in result.globals if not is_allowed(item)]:
             names = join_some([*map(quote, refused)], _SHOWN)
             raise CheckpointUnsupported(

@@ -32,4 +32,4 @@ class Piece(NamedTuple):
     strided: StridedTensor | None = None
     """The order of its elements in the file, if it is not C order."""
     check: Callable[[int], None] | None = None
-    """Called with the open file before the piece is read, to verify what it is a part of."""
+    """Called with the open file before the piece is read, to verify the storage that it is a part of."""

@@ -93,6 +93,7 @@ class TorchFolder(AssembledFolder):
         stored = read_metadata(path, self.versions.open)
         self._entries = [(_path_of(name, stored.paths), name) for name in stored.tensors]
         self._stored = stored
+        # Before items are parsed: here overlapping items, and those outside their files, are refused.
         self._open_files()
         self.config = read_json(self._tree, "config.json", dict)
         self._list_files({name, *self._data_files})

@@ -1,6 +1,6 @@
-"""Parses the files that DeepSpeed saves for each process: its part of the weights, and what they are.
+"""Parses the files that DeepSpeed saves for each process: its part of the weights, with names and shapes.
 
-Their pickles use classes of DeepSpeed. Objects of them are inert records here, which nothing looks into.
+Their pickles use classes of DeepSpeed. Objects of these classes become inert records, which are not inspected.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class StorageCheck:
         Raises:
             DamagedSource: it is truncated or was changed.
         """
+        # One thread reads the storage, and the others wait for the result.
         with self._lock:
             if not self._is_done:
                 for _ in read_entry(descriptor, self._entry, memoryview(bytearray(_CHECK_SIZE))):
@@ -98,7 +99,7 @@ class OptimizerStates(NamedTuple):
     groups: Sequence[Run]
     """The part that this process has of the parameters: a flat tensor for each group."""
     paddings: Sequence[Sequence[int]] | None
-    """Elements after each parameter of each group that mean nothing."""
+    """The numbers of padding elements after each parameter of each group."""
 
 
 def read_model_states(file: DataFile) -> ModelStates:
