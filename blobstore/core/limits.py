@@ -16,6 +16,7 @@ from blobstore.errors import RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Self
 
     from typing_extensions import Buffer
 
@@ -72,7 +73,7 @@ ERROR: Final = Limit(64 * _KIB)
 
 
 class Crowded(RemoteError):
-    """Other documents take the memory of the process now."""
+    """Others take the memory of the process now, or its open files."""
 
 
 class Memory:
@@ -105,13 +106,24 @@ class Memory:
 
 DOCUMENTS: Final = Memory(strict_json.MAX_MEMORY)
 """Memory that parsing the largest document takes. All documents of a process together get no more."""
+IMPORTS: Final = Memory(2**30)
+"""Memory for headers, indexes and configs of models that a server imports. It is apart, since an import takes long."""
+IMPORT: Final = 640 * _MIB
+"""Of that for one model. Known models have up to 210,000 tensors, whose headers and indexes take 500 MiB."""
 
 
 class Held:
-    """Memory of :data:`DOCUMENTS`, until it is released, or nobody has this object any more."""
+    """Memory that is held until it is released, or nobody has this object any more."""
 
-    def __init__(self) -> None:
-        """Hold none."""
+    def __init__(self, memory: Memory | None = None, most: int = 0) -> None:
+        """Hold none yet.
+
+        Args:
+            memory: what to take it from, by default :data:`DOCUMENTS`.
+            most: bytes that may be held; 0 for all of it.
+        """
+        self._memory = DOCUMENTS if memory is None else memory
+        self._most = most or self._memory.most
         self._size = 0
 
     def add(self, size: int, what: str) -> None:
@@ -121,15 +133,21 @@ class Held:
             RemoteError: no document may take so much.
             Crowded: other documents take that memory now.
         """
-        if self._size + size > DOCUMENTS.most:
-            message = f"{what}: it would take more than {DOCUMENTS.most >> 20} MiB of memory"
+        if self._size + size > self._most:
+            message = f"{what}: it would take more than {self._most >> 20} MiB of memory"
             raise RemoteError(message, advice=ADVICE)
-        DOCUMENTS.take(size, what)
+        self._memory.take(size, what)
         self._size += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Hold none from now on."""
-        DOCUMENTS.give(self._size)
+        self._memory.give(self._size)
         self._size = 0
 
     __del__ = release

@@ -29,6 +29,7 @@ from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.arriving_file import ArrivingFile
 from blobstore.serve.fetch import Fetch
+from blobstore.serve.import_memory import ImportMemory
 from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.peers import read_content
@@ -38,11 +39,13 @@ from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
 from blobstore.sources.small_files import small_files
+from blobstore.sources.versions import SourceVersions
 from blobstore.store.locks import try_lock
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
@@ -143,7 +146,8 @@ class Arrival(Fetch):
         self._listing = self._client.listing(self.repository, self.commit)
         self.make_folder()
         tree = _Tree(self._folder, self._listing, self._get)
-        names = self._selected(tree)
+        with tree.memory:
+            names = self._selected(tree)
         if len(names) > _MAX_FILES:
             raise SourceError(f"{self.repository} has {len(names)} files, over {_MAX_FILES}")
         files = self._claimed(names)
@@ -169,7 +173,8 @@ class Arrival(Fetch):
         with self._host.peers.files(self, size, first=self._peer) as answers:
             self._take(answers)
             self._fetch_all()
-            self._import(tree, names, large)
+            with tree.memory:
+                self._import(tree, names, large)
 
     def _selected(self, tree: _Tree) -> list[str]:
         """Return the files that are fetched now, and imported.
@@ -181,12 +186,13 @@ class Arrival(Fetch):
         except (SourceError, DamagedSource):
             if not all(file.is_complete for file in self.files.values()):
                 raise  # the upstream has not sent what it lists
-            tree.kept = sorted(small_files(tree, tree.files_below(), []))
-            return [*tree.kept]
+            names = sorted(small_files(tree, tree.files_below(), []))
+            tree.keep(names)
+            return names
         weights = selection.weight_names()
         names = [*selection.files, *sorted(weights)]
         if not all(name.endswith(_RESTORED) for name in weights):
-            tree.kept = names
+            tree.keep(names)
         return names
 
     def _import(self, tree: _Tree, names: Sequence[str], large: Mapping[str, str]) -> None:
@@ -197,7 +203,7 @@ class Arrival(Fetch):
             if tree.kept is not None:
                 raise
             # All files are those that the upstream lists. What is wrong with them is for their readers.
-            tree.kept = [name for name in names if is_valid_name(name)]
+            tree.keep([name for name in names if is_valid_name(name)])
             self._import_from(tree, update, large)
 
     def _import_from(self, tree: _Tree, update: NameUpdate, large: Mapping[str, str]) -> None:
@@ -295,7 +301,7 @@ def lock_arrivals(store: LocalStore) -> int:
 
 
 class _Tree(FileTree):
-    """The files that an upstream lists. One is fetched before it is read."""
+    """The files that an upstream lists. One is fetched before it is read, and parsed only if there is memory for that."""
 
     def __init__(self, root: Path, listing: Listing, fetch: Callable[[str], object]) -> None:
         super().__init__(
@@ -303,20 +309,36 @@ class _Tree(FileTree):
         )
         self.kept: Sequence[str] | None = None
         """The files to store as they are, weights too; None to choose as usual."""
+        self.memory = ImportMemory()
         self._fetch = fetch
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Store these files as they are. What was read to choose them may be removed."""
+        self.kept, self.versions = names, SourceVersions()
 
     def path(self, name: str) -> Path:
         """Return the path of a file, which is fetched and verified first."""
         self._fetch(name)
         return super().path(name)
 
+    def document(self, name: str, most: int) -> Path:
+        """See :class:`FileTree`. Raises as :meth:`ImportMemory.hold`."""
+        path = super().document(name, most)
+        self.memory.hold(path)
+        return path
+
 
 class _Folder(HuggingFaceFolder):
     """The fetched files as a source."""
 
+    def add(self, path: Path, *, prefix: str = "", names: AbstractSet[str] | None = None) -> None:
+        """See :class:`ShardSet`. Raises as :meth:`ImportMemory.hold`."""
+        if isinstance(self._tree, _Tree):
+            self._tree.memory.hold(path)
+        super().add(path, prefix=prefix, names=names)
+
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
         if isinstance(tree, _Tree) and tree.kept is not None:
-            tree.versions = self.versions
             self.files = [SourceFile(name, tree.path(name)) for name in tree.kept]
         else:
             super()._open_folder(tree, options)

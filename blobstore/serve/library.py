@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
+from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import (
     Reference,
@@ -411,12 +413,15 @@ class Library:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
         key = self._protected(data, manifest)
         if key not in self._models:
-            files = model_files(self.store, manifest)
+            with limits.Held() as held:
+                size = _PER_BYTE * sum(layer.size for layer in manifest.layers_of(SOURCE))
+                # Half is left for documents that others hold for as long as a fetch takes.
+                held.add(min(size, limits.DOCUMENTS.most // 2), "the headers of the model")
+                files = model_files(self.store, manifest)
+                description = describe(self.store, manifest, files)
             origin = self.pulled.origin(manifest)
             origin = origin and self.pulled.with_others(origin)
-            made = ServedModel(
-                key, manifest, files, None, origin, describe(self.store, manifest, files)
-            )
+            made = ServedModel(key, manifest, files, None, origin, description)
             self._models.add(key, made)
         return key
 
@@ -538,6 +543,8 @@ class _Watch:
 
 
 _MAX_COMMITS = 10_000
+_PER_BYTE = 16
+"""Bytes of memory per byte of headers and indexes while a model is prepared: a third more than those of real models."""
 _NO_DIGEST = Digest("0" * 64)
 
 

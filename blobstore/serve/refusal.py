@@ -11,6 +11,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.limits import Crowded
 from blobstore.errors import StoreError
 from blobstore.serve.messages import json_response
 
@@ -119,6 +120,9 @@ def as_refusal(error: BlobstoreError | Refusal) -> Refusal:
     """Return the answer to those who have waited for a model that does not arrive."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, Crowded):
+        message = "the server imports many other models; ask again later"
+        return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message)
     status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
     message = "the model cannot be fetched from the upstream; the log of the server says why"
     return Refusal(status, message=message)

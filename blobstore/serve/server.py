@@ -321,7 +321,7 @@ class Server:
                     response = await self._awaited(asked, response, answer)
                 if any(not isinstance(part, bytes) for part in response.parts):
                     await self._sender.first(response.parts)
-            except Busy:
+            except (Busy, limits.Crowded):
                 return _busy()
             except BlobstoreError as error:
                 if str(error) != noted and not isinstance(error, OnlyHere):

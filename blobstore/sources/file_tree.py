@@ -139,6 +139,20 @@ class FileTree:
         self.versions.record(path)
         return path
 
+    def document(self, name: str, most: int) -> Path:
+        """Return the path of a file that is about to be parsed. Its size is looked at before it is fetched.
+
+        Raises:
+            DamagedSource: it has more than ``most`` bytes.
+            SourceError: as :meth:`path`.
+        """
+        size = self.size(name)
+        if size is not None and size > most:
+            raise DamagedSource(
+                f"{self.label(name)} has {size} bytes, over the limit of {most}; download the complete model"
+            )
+        return self.path(name)
+
     def files_below(self, folder: str = "") -> Iterator[str]:
         """Yield the names of all files in a folder and its folders, to the depth of a store's names."""
         depth = len(folder.split("/")) if folder else 0

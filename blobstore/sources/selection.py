@@ -168,7 +168,7 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
     """
     if not tree.has(name):
         return kind()
-    path = _path(tree, name)
+    path = tree.document(name, MAX_SMALL_FILE)
     try:
         value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE, tree.versions.open))
     except OSError as error:
@@ -189,21 +189,6 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
             f"{tree.label(name)} is not a JSON {expected}; download the complete model"
         )
     return value
-
-
-def _path(tree: FileTree, name: str) -> Path:
-    """Return the path of a file that decides what is read. Its size is looked at before it is fetched.
-
-    Raises:
-        DamagedSource: it is too large.
-    """
-    size = tree.size(name)
-    if size is not None and size > MAX_SMALL_FILE:
-        raise DamagedSource(
-            f"{tree.label(name)} has {size} bytes, over the limit of {MAX_SMALL_FILE}; download the "
-            "complete model"
-        )
-    return tree.path(name)
 
 
 def _listed(tree: FileTree) -> list[_Listed]:
@@ -267,7 +252,7 @@ def _select_weights(
     else:
         index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
-        weight_map = read_weight_map(_path(tree, joined(folder, index)), tree.versions.open)
+        weight_map = _weight_map(tree, joined(folder, index))
         chosen = sorted(set(weight_map.values()))
         others = [name for name in names if name not in chosen]
         for name in chosen:
@@ -291,6 +276,11 @@ def _select_weights(
             [joined(folder, name) for name in names if name not in chosen],
         )
     )
+
+
+def _weight_map(tree: FileTree, index: str) -> dict[str, str]:
+    """Return what an index says. Raises as :meth:`FileTree.document` and :func:`read_weight_map`."""
+    return read_weight_map(tree.document(index, MAX_SMALL_FILE), tree.versions.open)
 
 
 def _unfollowed_indexes(
@@ -428,7 +418,7 @@ def _choose_by(
 
 def _mapped(tree: FileTree, folder: str, index: str) -> set[str]:
     """Return the names of the files that an index names."""
-    return {*read_weight_map(_path(tree, joined(folder, index)), tree.versions.open).values()}
+    return {*_weight_map(tree, joined(folder, index)).values()}
 
 
 def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:

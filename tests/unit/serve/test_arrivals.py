@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from blobstore.core import limits
 from blobstore.errors import NameConflict, RemoteError
 from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
@@ -17,6 +19,7 @@ from blobstore.serve.arrivals import Arrival
 from blobstore.serve.library import Library
 from blobstore.serve.model_files import model_files
 from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.refusal import as_refusal
 from blobstore.serve.upstream import PATIENT, Upstream
 from blobstore.sources import selection
 from blobstore.sources.hub_listing import ListedFile
@@ -26,6 +29,7 @@ from tests.support.models import write_folder
 from tests.support.serve import read_parts
 
 NAME = "org/model"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = "model-00002-of-00002.safetensors"
 
 
@@ -125,10 +129,40 @@ def test_a_file_that_decides_is_refused_by_its_listed_size(
     assert {path.rpartition("/")[2] for path in asked} == {"config.json"}
     (origin,) = through._library.pulled.all()
     others = through._library.pulled.with_others(origin).others
-    assert {"model.safetensors.index.json", WEIGHTS} <= others.keys()
+    assert {INDEX, WEIGHTS} <= others.keys()
+
+
+def test_a_fetch_goes_on_where_it_was_when_others_took_the_memory(
+    through: PullThrough, hub: HubServer
+) -> None:
+    with limits.Held(limits.IMPORTS) as others:
+        others.add(limits.IMPORTS.most, "others")
+        error = arrive(through).error
+    assert isinstance(error, limits.Crowded)
+    assert as_refusal(error).status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert left(through).keys() == {INDEX}
+    assert arrive(through).error is None
+    asked = [path for path in hub.requests if path.startswith("GET")]
+    assert sum(path.endswith(INDEX) for path in asked) == 1
+    assert limits.IMPORTS.taken == 0
 
 
 # Repositories that an import cannot take apart
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_model_whose_index_is_malformed_or_takes_too_much_memory_is_stored_as_it_is(
+    through: PullThrough, repo: Repo, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(limits, "IMPORT", 1000)
+    else:
+        (repo.folder / INDEX).write_bytes(b"{")
+    assert arrive(through).error is None
+    files = model_files(through._store, through._store.resolve(NAME))
+    assert files.keys() == {"config.json"}
+    (origin,) = through._library.pulled.all()
+    assert WEIGHTS in through._library.pulled.with_others(origin).others
 
 
 def test_files_that_an_import_fails_at_are_stored_as_they_are(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from blobstore.serve.description import Description
+from blobstore.core import strict_json
+from blobstore.serve.description import Description, _parameters
+from blobstore.serve.messages import Content
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
 
@@ -90,3 +93,14 @@ def test_of_what_an_upstream_says_only_what_is_sound_is_kept() -> None:
 def test_a_config_that_json_has_no_words_for_is_left_out() -> None:
     found = Description.of({}, {"model_type": "\ud800", "auto_map": {"a": float("nan")}}, [], {})
     assert "config" not in found.fields()
+
+
+def test_values_are_not_counted_if_a_header_takes_too_much_memory() -> None:
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+    def content(metadata: str) -> Content:
+        header = json.dumps({"a": entry, "__metadata__": {"b": metadata}}).encode()
+        return Content((len(header).to_bytes(8, "little") + header,))
+
+    assert _parameters({"model.safetensors": content("")}) == {"F32": 6}
+    assert not _parameters({"model.safetensors": content("{" * (strict_json.MAX_MEMORY // 250))})

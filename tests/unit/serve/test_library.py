@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core import limits
 from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
@@ -54,6 +55,18 @@ def test_the_same_work_has_the_same_key(library: Library) -> None:
     assert keys[0] == keys[1]
     caught.value.prepare()
     assert library.model(MODEL) is library.model(MODEL)
+
+
+def test_a_model_is_prepared_when_documents_of_others_leave_the_memory(library: Library) -> None:
+    with pytest.raises(NotPrepared) as caught:
+        library.model(MODEL)
+    with limits.Held() as others:
+        others.add(limits.DOCUMENTS.most, "others")
+        with pytest.raises(limits.Crowded):
+            caught.value.prepare()
+    caught.value.prepare()
+    assert library.model(MODEL)
+    assert limits.DOCUMENTS.taken == 0
 
 
 def test_names_of_one_model_share_what_was_prepared(library: Library) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound
 from blobstore.operations.create.create import create
@@ -118,6 +119,18 @@ def test_a_request_with_a_body_does_not_delay_the_others(store: LocalStore) -> N
         asyncio.run(tested._response(Request("POST", "/", {}, body), answer))
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
+
+
+def test_a_client_asks_again_when_others_take_the_memory(store: LocalStore) -> None:
+    tested = Server(store, None)
+
+    def answer(*_: object) -> Response:
+        raise limits.Crowded("the headers of the model")
+
+    response = asyncio.run(tested._sound(Request("GET", "/", {}), answer))
+    assert response.status == 503
+    assert "Retry-After" in response.headers
+    assert not tested._lines
 
 
 def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
