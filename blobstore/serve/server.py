@@ -67,11 +67,13 @@ DRAIN_SECONDS = 30.0
 _CLEANUP_SECONDS = 2.0
 """Of that, what remains when the responses have ended or are broken off."""
 _BREAK_SECONDS = 0.2
+PREPARE_SECONDS = 50.0
+"""How long a client waits for what is not prepared; that of the Hub asks for no file again after status 503."""
 PATIENCE_SECONDS = 8.0
-"""How long a client waits for a model that is not prepared. Those of the Hub give up after ten."""
+"""How long a client waits for one answer of another server, of which nobody knows whether it comes."""
 _RETRY_AFTER = "5"
-_STEPS = 16
-"""How often one request may need something else that is not prepared."""
+_PAUSE_SECONDS = 0.1
+"""Before a request needs the same once more: somebody else is not ready yet."""
 _CLIENT_LEFT = 499
 """What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
@@ -235,7 +237,9 @@ class Server:
                 exchange.status = exchange.status or _CLIENT_LEFT
             self.metrics.open_requests -= 1
             self.metrics.bytes_sent += exchange.sent
-            self.metrics.requests[_known_method(raw.method), exchange.status] += 1
+            # Any other method would make a metric of its own.
+            method = raw.method if raw.method in ("GET", "HEAD", "POST") else "other"
+            self.metrics.requests[method, exchange.status] += 1
             self._note_exchange(raw, exchange)
 
     async def _answer(
@@ -347,26 +351,29 @@ class Server:
 
     async def _response(self, request: Request, answer: Answer) -> Response:
         """Return the response to a request, after preparing what it needs. Raises BlobstoreError."""
+        needed = set()
         with contextlib.suppress(Busy, TimeoutError):
-            for _ in range(_STEPS):
-                try:
-                    if not (self._in_threads or request.body):
-                        return answer(request, self._metrics_text)
-                    return await self._answers.call(answer, request, self._metrics_text)
-                except NotPrepared as first:
-                    made = await self._prepare(first)
-                    if isinstance(first, List):
-                        return cast("Response", made)
+            async with asyncio.timeout(PREPARE_SECONDS):
+                while True:
+                    try:
+                        if not (self._in_threads or request.body):
+                            return answer(request, self._metrics_text)
+                        return await self._answers.call(answer, request, self._metrics_text)
+                    except NotPrepared as first:
+                        if first.key in needed:
+                            await asyncio.sleep(_PAUSE_SECONDS)
+                        needed.add(first.key)
+                        made = await self._prepare(first)
+                        if isinstance(first, List):
+                            return cast("Response", made)
         return _busy()
 
     async def _prepare(self, first: NotPrepared) -> object:
         """Wait for the work that has to be done, which all requests share. Raises Busy, TimeoutError, or as that."""
-        if isinstance(first, List):
-            work = self._lists
-        else:
-            work = self._fetches if isinstance(first, NotFetched) else self._preparations
+        is_fetch, is_list = isinstance(first, NotFetched), isinstance(first, List)
+        work = self._fetches if is_fetch else self._lists if is_list else self._preparations
         self.metrics.prepared += first.is_counted and not work.has(first.key)
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS if is_fetch else None):
             return await work.result(first.key, first.prepare)
 
     async def _read_body(self, raw: web.BaseRequest, body: bytearray) -> bool:
@@ -518,11 +525,6 @@ def _busy(why: str = "the model is being prepared") -> Response:
 def _named(response: Response) -> dict[str, str]:
     """Return the headers of a response, with our name instead of that of the library and its version."""
     return {"Server": "blobstore", **response.headers}
-
-
-def _known_method(method: str) -> str:
-    """Return a method, of which there are few: others would make a metric of each."""
-    return method if method in ("GET", "HEAD", "POST") else "other"
 
 
 @contextlib.contextmanager

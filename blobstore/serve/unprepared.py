@@ -75,10 +75,10 @@ class OnlyHere(BlobstoreError):
     """What was found damaged is of the store's own: no other server is asked for it."""
 
 
-_WAIT_SECONDS: Final = 8.0
-"""How long a thread waits for what arrives. Clients that still wait then have to ask again."""
+_WAIT_SECONDS: Final = 5.0
+"""How long a thread waits for what arrives, for clients that ask again then: less than they wait for an answer."""
 
 
 def wait_for(event: threading.Event) -> None:
-    """Wait until something has arrived, but not longer than a client does."""
+    """Wait until something has arrived, or for a while."""
     event.wait(_WAIT_SECONDS)

@@ -33,9 +33,11 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.registry.client import RegistryClient
+from blobstore.serve import server as server_module
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.server import Server
+from blobstore.serve.unprepared import NotFetched, NotListed, NotPrepared
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -44,6 +46,7 @@ from tests.support.serve_process import SECONDS, Serving, connect, serving
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
 TOKEN = "hf_a-secret-token"
+GET = Request("GET", "/", {})
 
 
 @pytest.fixture
@@ -131,6 +134,48 @@ def test_a_client_asks_again_when_others_take_the_memory(store: LocalStore) -> N
     assert response.status == 503
     assert "Retry-After" in response.headers
     assert not tested._lines
+
+
+class Unready:
+    """Answers once so many requests for the same have been prepared."""
+
+    def __init__(self, steps: int, kind: type[NotPrepared] = NotPrepared) -> None:
+        self.steps, self.kind = steps, kind
+
+    def prepare(self) -> None:
+        self.steps -= 1
+
+    def answer(self, _: Request, __: Callable[[], str]) -> Response:
+        if self.steps:
+            raise self.kind(self.prepare)
+        return Response(200)
+
+
+@pytest.mark.parametrize("kind", [NotPrepared, NotListed, NotFetched])
+def test_a_client_waits_while_the_same_is_not_ready_again_and_again(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, kind: type[NotPrepared]
+) -> None:
+    monkeypatch.setattr(server_module, "_PAUSE_SECONDS", 0)
+    asked = Unready(100, kind)
+    assert asyncio.run(Server(store, None)._response(GET, asked.answer)).status == 200
+    assert asked.steps == 0
+
+
+def test_only_an_answer_of_another_server_is_given_up_early(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 0)
+    for kind, status in ((NotPrepared, 200), (NotListed, 200), (NotFetched, 503)):
+        asked = Unready(3, kind)
+        assert asyncio.run(Server(store, None)._response(GET, asked.answer)).status == status
+
+
+def test_a_client_does_not_wait_for_ever(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "PREPARE_SECONDS", 0)
+    response = asyncio.run(Server(store, None)._response(GET, Unready(1).answer))
+    assert (response.status, response.headers["Retry-After"]) == (503, "5")
 
 
 def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
