@@ -1,4 +1,4 @@
-"""Who may ask: tokens, and the hosts that a server without tokens answers for."""
+"""Access control: tokens, and the host names for which a server without tokens answers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TOKEN = re.compile(r"[\x21-\x7e]{8,4096}", re.ASCII)
 _HEADER = re.compile(r"[\x21-\x7e]{1,4096}", re.ASCII)
 """A token that can stand in a header."""
 _SAME_SITE = ("same-origin", "none")
-"""What browsers say of addresses that a person types."""
+"""Values that browsers send for addresses that a person types."""
 
 
 class Client(NamedTuple):
-    """Who asks, and may."""
+    """A client whose request may be answered."""
 
     has_token: bool
-    """Whether there is a token or a password, which is a right one if this server has tokens."""
+    """Whether it has a token or a password, which is checked if this server has tokens."""
     upstream_token: str
     """See :meth:`Access.upstream_token`."""
 
@@ -46,7 +46,7 @@ class Access:
     """The host names that a request may be for, besides addresses of this machine; None means any."""
 
     def client(self, request: Request, target: Target) -> Client:
-        """Return who asks. Raises Refused for a request that must not be answered."""
+        """Return the client. Raises Refused for a request that must not be answered."""
         client = Client(bool(_presented(request)), self.upstream_token(request))
         is_known = self.hosts is None or self._is_known(request.headers.get("host", ""))
         if self.tokens and self._without_own(request) is None:
@@ -55,7 +55,7 @@ class Access:
         if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
             raise Refused(json_response({"error": "another site has caused this request"}, 403))
         if not is_known:
-            # As DNS rebinding makes them: a page of another site that reads what this machine serves.
+            # DNS rebinding makes such requests: a page of another site would read what this machine serves.
             message = "this server does not answer for this host name"
             raise Refused(json_response({"error": message}, 421))
         return client
@@ -63,14 +63,14 @@ class Access:
     def upstream_token(self, request: Request) -> str:
         """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.
 
-        If this server has tokens of its own, it is what follows one of these and a colon.
+        If this server has tokens of its own, that of the upstream follows one of them and a colon.
         """
         token = (self._without_own(request) if self.tokens else _presented(request)) or b""
         text = token.decode("latin-1")
         return text if _HEADER.fullmatch(text) else ""
 
     def _without_own(self, request: Request) -> bytes | None:
-        """Return what follows a token of this server in that of a request; None if it has none."""
+        """Return the rest of a request's token after one of this server; None if it begins with none of them."""
         given = _presented(request)
         # All are compared, so that the time says nothing about which one is near.
         if sum(hmac.compare_digest(given, known) for known in self.tokens):
@@ -107,8 +107,8 @@ def parse_tokens(data: bytes) -> tuple[bytes, ...]:
     """Return the tokens of a file: one on each line; empty lines and those that begin with # are skipped.
 
     Raises:
-        UsageError: there is no token, there are too many, or one is too short or has a character that no
-            token has.
+        UsageError: there is no token, there are too many, or one is too short or has an invalid
+            character.
     """
     tokens = []
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):

@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 
 class Space(Protocol):
-    """The space of which claims are made. Threads may share it."""
+    """The disk space that arriving models claim. Threads may share it."""
 
     def extend(self, claim: Claim, size: int, found: int) -> object:
         """See :class:`Claim`."""
@@ -45,7 +45,7 @@ class Claim:
         self.size = 0
         """Bytes that may be written."""
         self.spent = 0
-        """Bytes that were, or are about to be."""
+        """Bytes that were written, or are about to be."""
         self.taken = 0
         """Bytes for which space is reserved."""
         self._space = space
@@ -62,7 +62,7 @@ class Claim:
     def spend(self, size: int) -> None:
         """Make space for bytes that are about to be written, and for as many more.
 
-        If models are in use that were not, the limit is passed until the next one arrives: clients get this one.
+        If models that could have been removed are in use by now, the limit is exceeded until the next model arrives.
 
         Raises:
             BlobstoreError: they were not claimed, or the store cannot be written.
@@ -70,15 +70,15 @@ class Claim:
         self._space.spend(self, size)
 
     def release(self) -> None:
-        """Release what was claimed: the model is in the store, or will not be."""
+        """Release the claim, because the model is in the store or the fetch has failed."""
         self._space.release(self)
 
 
 class ArrivingFile:
     """A file that one thread writes and any number of threads read.
 
-    Its last byte is there for readers only when its digest is known to be right, so none of them gets a complete
-    file with wrong bytes. The file stays open, and readable, until nobody has this object any more.
+    Readers get its last byte only when its digest is known to be right, so none of them gets a complete file with
+    wrong bytes. The file stays open, and readable, until nothing refers to this object.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class ArrivingFile:
         """Open nothing yet.
 
         Args:
-            listed: what the file has to be.
+            listed: the name, size and digest of the file.
             claim: the folder that it is written to. Its bytes are spent before they are written.
-            on_wanted: called with the name of a file that somebody waits for.
+            on_wanted: called with the name of the file when a reader waits for it.
         """
         self.name, self.size = listed.name, listed.size
         self.path = claim.folder / listed.name
@@ -102,9 +102,9 @@ class ArrivingFile:
         self.written = 0
         """Bytes of the file."""
         self.received = 0
-        """Those of them that did not lie there before."""
+        """Bytes of the file that this process has received."""
         self.is_wrong = False
-        """Whether readers may have got bytes that are not those of the file."""
+        """Whether readers may have got wrong bytes."""
         self._listed = listed
         self._on_wanted = on_wanted
         self._digester = digester_of(listed)
@@ -115,17 +115,17 @@ class ArrivingFile:
         self.descriptor = -1
         """Of the file, once it is open."""
 
-    # What the thread that fetches it calls
+    # Called by the thread that fetches it
 
     def find(self) -> int:
-        """Return how many bytes are there from before. Call it once, before the file is claimed."""
+        """Return how many bytes an earlier attempt has left. Call it once, before the file is claimed."""
         with contextlib.suppress(OSError):
             found = self.path.lstat().st_size
             self._spent = found if found <= self.size else 0
         return self._spent
 
     def open(self) -> None:
-        """Open the file, and read what an earlier attempt has left of it. Raises OSError."""
+        """Open the file, and read the bytes that an earlier attempt has left. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.descriptor = os.open(self.path, flags, 0o600)
@@ -137,9 +137,9 @@ class ArrivingFile:
             self._advance(len(piece))
 
     def take(self, pieces: Iterable[bytes]) -> bool:
-        """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
+        """Take all bytes from ``pieces`` if they have the right digest; return whether they have.
 
-        Nobody can read any of them before. Raises as :meth:`append`, and what ``pieces`` raises.
+        No reader gets any of them before. Raises as :meth:`append`, and what ``pieces`` raises.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         digester = self._digester.copy()
@@ -172,6 +172,7 @@ class ArrivingFile:
             raise DamagedSource(
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
+        # Before the bytes are written: they count against the limit at once.
         self._spend(self.written + len(piece))
         done = 0
         # At its place: sending a file moves the position of its descriptor.
@@ -194,6 +195,7 @@ class ArrivingFile:
             raise DamagedSource(
                 f"file {quote(self.name)}: its {self._listed.algorithm} is {found}, the upstream lists {expected}"
             )
+        # From here on readers get the last byte.
         self._is_verified = True
         self._wake()
 
@@ -205,7 +207,7 @@ class ArrivingFile:
 
     @property
     def etag(self) -> str:
-        """The validator that responses name the file's bytes by."""
+        """The validator (ETag) of the file's bytes."""
         return self._listed.digest
 
     @property
@@ -219,16 +221,18 @@ class ArrivingFile:
             self._spent = written
 
     def _advance(self, count: int) -> None:
+        # After the bytes are in the file: readers read up to this.
         self.written += count
         self._wake()
 
     def _wake(self) -> None:
         with self._lock:
             callbacks = list(self._callbacks)
+            # Without the lock, because a callback may add or remove others.
         for call in callbacks:
             call()
 
-    # What readers call
+    # Called by readers
 
     def readable(self, begin: int) -> int:
         """Return how many bytes from ``begin`` on can be read.
@@ -244,9 +248,10 @@ class ArrivingFile:
 
     @contextlib.contextmanager
     def calling(self, on_change: Callable[[], object]) -> Iterator[None]:
-        """Call a function on another thread each time when bytes have arrived, or will not, in a block."""
+        """While the block runs, call a function on the fetching thread whenever bytes arrive or the fetch fails."""
         with self._lock:
             self._callbacks.add(on_change)
+        # After the callback is known, so that no bytes arrive unnoticed.
         self._on_wanted(self.name)
         try:
             yield

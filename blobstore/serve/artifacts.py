@@ -1,4 +1,4 @@
-"""What a registry has of a model: manifests with their exact bytes, blobs, and signatures.
+"""The artifact that a model is in a registry: manifests with their exact bytes, blobs, and signatures.
 
 The manifests are those that ``push`` would send, so their digests are those of pushed models: a signature of
 one is a signature of the other.
@@ -61,11 +61,11 @@ class Artifact:
     tags: dict[str, Digest] = field(default_factory=dict)
     """Tags that clients derive from the digest of a manifest."""
     referrers: dict[Digest, list[dict[str, Any]]] = field(default_factory=dict)
-    """Descriptors of what refers to a manifest."""
+    """Descriptors of the manifests that refer to another one."""
     key: object = None
-    """What the library keeps it under."""
+    """The key of the library's cache."""
     origin: Origin | None = None
-    """What the model was fetched from."""
+    """The commit that the model was fetched from, if it was."""
     stored: Sequence[Descriptor] = field(default=(), repr=False)
     """The blobs of the model, if clients use their compressed forms."""
     cold_version: FileVersion | None = None
@@ -80,24 +80,26 @@ class Artifact:
         return digest in self.manifests or digest in self.blobs
 
     def list_cold(self, files: ColdFiles) -> None:
-        """Let manifests of cold layers refer to the model, instead of those that did so before.
+        """List manifests of cold layers as referrers of the model, instead of the former ones.
 
-        The former stay by their digests for clients that have read the list.
+        Clients that have read the former list still get these by their digests.
         """
         root = self.roots[0]
         listed = [one for one in self.referrers.get(root.digest, ()) if one["artifactType"] != COLD]
         made = (referrer(root, COLD, part) for part in cold_lists(files.layers))
         listed += [_attach(self, one) for one in made]
         stored = (layer.stored.digest for layer in files.layers)
+        # Before the list, whose readers ask for these blobs at once.
         self.blobs |= dict(zip(stored, files.contents, strict=True))
         self.referrers[root.digest] = listed
+        # Last: until then, another request lists them again.
         self.cold_version = files.version
 
 
 def make_artifact(
     store: LocalStore, reference: Reference, data: bytes, manifest: Manifest
 ) -> Artifact:
-    """Return what a registry has of the model with the manifest ``data``.
+    """Return the artifact of the model with the manifest ``data``.
 
     Raises:
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.

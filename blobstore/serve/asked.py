@@ -1,4 +1,4 @@
-"""A version of a repository as clients of the Hub and of registries ask for it, and what the store has of it."""
+"""A version of a repository as clients of the Hub and of registries ask for it, and its model in the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, repository: Reference, revision: str) -> Asked | None:
-        """Return what is asked for; None if git allows no such revision."""
+        """Return the version that a revision names; None if git allows no such revision."""
         tag = revision if COMMIT.fullmatch(revision) else tag_of(revision)
         try:
             reference = Reference(*repository.parts[:3], tag)
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
             tag = hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
             stand_in = Reference(*repository.parts[:3], tag)
             return cls(stand_in, name_of(repository), revision, has_name=False)
-        # Branches and tags that are one name here have to be one there too: the first to ask decides for all.
+        # Branches and tags that share a name here must be the same upstream: the first request decides for all.
         return cls(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
 
     @property
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
         return COMMIT.fullmatch(self.revision) is not None
 
     def called(self, repository: str) -> Asked:
-        """Return the same of a repository by another name."""
+        """Return the same version of the repository under another name."""
         name = repository_of(*repository.split("/")) or self.reference
         reference = Reference(*name.parts[:3], self.reference.tag)
         return self._replace(reference=reference, repository=repository)
@@ -81,9 +81,9 @@ def names_of(library: Library, asked: Asked, commit: str) -> Iterator[tuple[Refe
 
 
 def is_own(library: Library, reference: Reference) -> bool:
-    """Return whether a name is the operator's: it has a model, which may be damaged, and no fetch has given it that.
+    """Return whether a name is the operator's: it has a model, perhaps a damaged one, that no fetch has given it.
 
-    What its source says does not count: the operator may have imported what others make the server fetch.
+    The source of the model does not count: the operator may have imported what clients make the server fetch.
     """
     is_there = library.store.manifest_version(reference) is not None
     return is_there and not library.pulled.has_given(reference)

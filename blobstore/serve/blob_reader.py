@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20
 _MARGIN_NS = 3 * 10**9
-"""A file that has changed so lately may change again without another time; see ``verified_cache``."""
+"""A file that changed within this time may change again without a new timestamp; see ``verified_cache``."""
 _SAVE_SECONDS = 10.0
 _MAX_KNOWN = 1 << 20
 
@@ -41,7 +41,7 @@ class OpenBlob(NamedTuple):
     descriptor: int | None
     """Of its hot file; None if it is cold."""
     state: object
-    """Differs if a file that its bytes come from has changed."""
+    """Differs if one of the files with its bytes has changed."""
     is_verified: bool
     """Whether its bytes are known to be right."""
 
@@ -59,7 +59,7 @@ class BlobReader:
         """The bases of the cold blobs among them."""
         self._local = threading.local()
         self._caches: list[tuple[VerifiedBlobs, threading.Lock]] = []
-        """The cache of each thread, and what that thread holds while it uses it."""
+        """The cache of each thread, with the lock that the thread holds while it uses it."""
 
     def open(self, part: BlobPart) -> OpenBlob:
         """Open the file of a blob.
@@ -116,6 +116,7 @@ class BlobReader:
             if not cache.has(digest, size):
                 with cache.noting(digest):
                     self._hash(descriptor, digest, size)
+            # Only if it was unchanged meanwhile, so that the verdict is about this version.
             if FileVersion.of_status(os.fstat(descriptor)) == before:
                 self._remember(digest, before, [before])
         finally:
@@ -135,6 +136,7 @@ class BlobReader:
             cache.note(before)
             self._on_verified(size)
         if cold_state(self._store, digest, blob.base) == before.versions:
+            # Before the state, which `open` compares with the files of this base.
             self._bases[digest.hex] = blob.base
             self._remember(digest, before.versions, before.versions)
         self._save(cache)
@@ -174,7 +176,7 @@ class BlobReader:
                 yield _decoded(blob, first, last)  # held by nothing here while the caller sends it
 
     def save(self) -> None:
-        """Keep what was found intact for the next process, except by threads that are verifying now."""
+        """Save the results for the next process, except those of threads that are verifying now."""
         for cache, lock in self._caches:
             if lock.acquire(blocking=False):
                 try:
@@ -183,14 +185,14 @@ class BlobReader:
                     lock.release()
 
     def _save(self, cache: VerifiedBlobs) -> None:
-        """Keep what this thread has found, from time to time."""
+        """Save the results of this thread from time to time."""
         if time.monotonic() - self._local.saved > _SAVE_SECONDS:
             cache.save()
             self._local.saved = time.monotonic()
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[VerifiedBlobs]:
-        """Give a block the cache of this thread: an instance is not made for several."""
+        """Yield the cache of this thread, because threads cannot share an instance."""
         if not hasattr(self._local, "cache"):
             self._local.cache, self._local.saved = self._store.verified_blobs(), time.monotonic()
             self._local.lock = threading.Lock()

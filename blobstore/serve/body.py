@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Part
 
     class Writer(Protocol):
-        """What sends bytes."""
+        """A connection that bytes are written to."""
 
         async def write(self, data: bytes | memoryview) -> None:
-            """Send bytes, and wait while too many are waiting."""
+            """Send bytes, and wait while too many are buffered."""
             ...
 
 
 WRITTEN = 256 << 10
-"""Bytes of a response that are in memory for a client that does not read."""
+"""Bytes of a response that are buffered for a client that does not read."""
 WINDOW = 4 << 20
 """Bytes that are sent between two looks at whether the client takes them."""
 _SMALL = 64 << 10
@@ -50,7 +50,7 @@ _GRACE_SECONDS = 2.0
 class BodySender:
     """Sends bodies. One for each server.
 
-    It waits for clients as long as they like: the server ends its work for one that leaves, or takes nothing.
+    It waits for clients without a limit: the server cancels it for a client that leaves or takes nothing.
     """
 
     def __init__(self, blobs: BlobReader) -> None:
@@ -80,7 +80,7 @@ class BodySender:
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
-        """Send the parts of a body; ``on_sent`` gets the bytes of each piece that is on its way.
+        """Send the parts of a body; ``on_sent`` is called with the number of bytes of each piece.
 
         Raises:
             BlobMissing, BlobDamaged, StoreError: a blob is missing or damaged. No wrong byte was sent.
@@ -88,7 +88,7 @@ class BodySender:
         """
         for number, part in enumerate(parts):
             if isinstance(part, bytes):
-                # What the client does not take is copied: one write for each reader of a long part.
+                # Bytes that the client does not take are copied, so a long part is written in pieces.
                 for begin in range(0, len(part), WRITTEN):
                     piece = memoryview(part)[begin : begin + WRITTEN]
                     await writer.write(piece)
@@ -131,13 +131,13 @@ class BodySender:
         raise StoreError(f"blob {part.digest} changes again and again")
 
     def _verification(self, part: BlobPart) -> AbstractContextManager[asyncio.Future[object]]:
-        """Give a block the check of a blob, of which all responses share one."""
+        """Yield the check of a blob, which all responses share."""
         blob = part.digest, part.size
         return self._verifications.joined(blob, self._blobs.verify, *blob)
 
     @contextlib.contextmanager
     def _verified_ahead(self, parts: Sequence[Part], number: int) -> Iterator[None]:
-        """Check the next blob in a block that sends this one."""
+        """Check the next blob while the block sends this one."""
         part = parts[number] if number < len(parts) else b""
         with contextlib.ExitStack() as stack:
             # Faults are reported when it is sent.
@@ -162,6 +162,7 @@ class BodySender:
         changed = asyncio.Event()
         with part.file.calling(lambda: loop.call_soon_threadsafe(changed.set)):
             while begin < end:
+                # Before the look: bytes that arrive after it set the event again.
                 changed.clear()
                 ready = min(begin + part.file.readable(begin), end)
                 if ready > begin:
@@ -183,7 +184,7 @@ class BodySender:
         for begin in range(first, end, WINDOW):
             count = min(WINDOW, end - begin)
             if not is_in_page_cache(descriptor, begin, count):
-                # If the client leaves, the thread reads to the end, maybe of another file, for nobody.
+                # If the client leaves, this descriptor is closed, and the thread may read another file, for nobody.
                 await self._reads.call(read_ahead, descriptor, begin, count)
             if count < _SMALL or not await _sendfile(transport, descriptor, begin, count):
                 data = os.pread(descriptor, count, begin)
@@ -215,7 +216,7 @@ class BodySender:
 async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, count: int) -> bool:
     """Send a range of a file without a copy; return False, and send nothing, if the system cannot.
 
-    That of the loop takes twice the time: it stops and begins to read from the client for each range.
+    The loop's own sendfile takes twice the time, because it pauses and resumes reading for each range.
     """
     client = transport.get_extra_info("socket").fileno()
     is_first = True
@@ -240,7 +241,7 @@ async def _writable(client: int) -> None:
     """Wait until a connection takes bytes."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    # Of its own, because the loop lets nobody wait for that of a transport.
+    # A duplicate, because the loop refuses to watch the descriptor of a transport.
     own = os.dup(client)
     try:
         loop.add_writer(own, _set, ready)
@@ -261,13 +262,13 @@ class _Pieces:
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(_DECODED)
         self._sending: dict[asyncio.Transport, float] = {}
-        """Since when a client has not taken its piece, the longest time first."""
+        """When each client got the piece that it has not taken yet, the earliest first."""
 
     @contextlib.asynccontextmanager
     async def one(self, transport: asyncio.Transport) -> AsyncIterator[Callable[[], object]]:
-        """Give a block the memory of a piece, and what it calls when it begins to send that.
+        """Give a block the memory of a piece, and a function to call when it begins to send it.
 
-        If all have one, the connection ends that has not taken its piece for the longest time.
+        If none is free, the connection is aborted that has not taken its piece for the longest time.
         """
         clock = asyncio.get_running_loop().time
         while True:
@@ -279,6 +280,7 @@ class _Pieces:
                 slowest, since = next(iter(self._sending.items()), (None, math.inf))
                 if slowest is not None and clock() - since >= _GRACE_SECONDS:
                     slowest.abort()
+                    # Its block, which now fails, frees the memory.
                     del self._sending[slowest]
         try:
             yield lambda: self._sending.__setitem__(transport, clock())

@@ -1,7 +1,7 @@
-"""The compressed forms of a model's blobs, which clients fetch that have the bases of the deltas.
+"""The compressed forms of a model's blobs, for clients that have the bases of the deltas.
 
 They are the files of cold blobs, byte for byte, listed as ``push --cold`` lists them. A file is hashed once, and
-its digest noted with the version of the file: one that was frozen again since is not there any more.
+its digest is noted with the version of the file, so that a blob that was frozen again is hashed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ColdFiles(NamedTuple):
 
 
 def cold_version(store: LocalStore) -> FileVersion | None:
-    """Return what changes when blobs are frozen or thawed; None if the store never had a cold blob."""
+    """Return a version that changes when blobs are frozen or thawed; None if the store never had a cold blob."""
     return FileVersion.of(store.folder("cold"))
 
 
@@ -56,6 +56,7 @@ def is_current(store: LocalStore, part: StoredPart) -> bool:
 
 def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest) -> ColdFiles:
     """Return the cold files of a model's blobs; damaged ones are left out. ``key`` stands for the model."""
+    # Before the blobs are listed: one that is frozen meanwhile changes the version again.
     version = cold_version(store)
     cold = [blob.id for blob in blobs if store.has_cold(blob.digest)]
     known = parsed(store.read_note(_NOTE, key), _noted) or {}
@@ -82,6 +83,7 @@ def _listed(store: LocalStore, blob: BlobId, known: _Notes) -> tuple[ColdLayer, 
     except (BlobstoreError, OSError):
         return None
     try:
+        # Of the open file, which is the one that is hashed.
         version = FileVersion.of_status(os.fstat(descriptor))
         noted, digest = known.get(blob.digest.hex, (None, blob.digest))
         layer = ColdLayer(blob, BlobId(digest, size), base)

@@ -1,7 +1,7 @@
-"""Which GGUF file of a repository a quantization is: what llama.cpp and RamaLama ask a Hub, at an address of registries.
+"""Chooses the GGUF file of a quantization, for which llama.cpp and RamaLama ask a Hub at an address of registries.
 
-A quantization is no revision. It chooses one of the files of ``main``, by the name of the file, and the client gets
-that at the address of the file. Only these clients accept nothing but JSON for a manifest.
+A quantization is not a revision. It chooses a file of ``main`` by its name, and the client then gets that file at its
+own address. These clients are recognized because they accept only JSON for a manifest.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from blobstore.serve.visible import Visible
 
 _USUAL: Final = "Q4_K_M"
-"""The quantization that is meant if none is named, where there is one."""
+"""The default quantization, if the repository has it."""
 
 
 def wants_gguf(request: Request) -> bool:
-    """Return whether a request for a manifest is one for the name of a GGUF file."""
+    """Return whether a request for a manifest asks for the name of a GGUF file."""
     return request.headers.get("accept", "").strip().lower() == JSON
 
 

@@ -1,8 +1,8 @@
 """The part of the Hub's HTTP interface that its clients load models with.
 
 A repository is a model of the store, with or without a namespace or a host. Its tags are revisions, ``main`` and
-``HEAD`` are ``latest``, and 40 hexadecimal digits are a commit. Nothing here leads a client to another host, and
-nothing says that the Xet protocol is spoken.
+``HEAD`` are ``latest``, and 40 hexadecimal digits are a commit. No response leads a client to another host, and
+none offers the Xet protocol.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _refs(call: Call, library: Visible) -> Response:
 
 
 def _commits(call: Call, library: Visible) -> Response:
-    """Return the commit that a revision is: a store does not know which one was before it."""
+    """Return the commit of a revision, alone: a store does not know the commit before it."""
     commit = commit_entry(call, model_of(call, library), library) | {"message": "", "authors": []}
     return json_response([commit] if call.target.first("p", "0") == "0" else [])
 
@@ -109,14 +109,16 @@ def _resolve(call: Call, library: Visible) -> Response:
     if etag is None:
         etag = (model.digests or {})[call.path].hex
         headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
+    # A HEAD request needs no bytes, so it fetches no file.
     if call.request.method != "HEAD":
         content = library.content(model, call.path)
+    # A client that may have wrong bytes must not continue after them.
     request = _whole(call.request) if library.is_distrusted(etag) else call.request
     return content_response(request, content, etag, headers, library.use(model))
 
 
 def _raw(call: Call, library: Visible) -> Response:
-    """Return what git has of a file: of one that has weights or is large, the pointer with its digest."""
+    """Return a file as git has it: one with weights or a large one as the LFS pointer with its digest."""
     model, content = _content(call, library)
     is_small = content.size <= _MAX_PLAIN and not call.path.endswith(WEIGHTS)
     if call.path in model.plain or (model.origin is None and is_small):

@@ -35,9 +35,9 @@ PAGE: Final = 1000
 """Entries of a listing in one response."""
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _PATHS: Final = {"paths", "expand"}
-"""The fields of a question about paths."""
+"""The fields of a request about paths."""
 _MAX_PATHS: Final = 10_000
-"""Paths of a question."""
+"""Paths of a request."""
 _MAX_MEMORY: Final = 32 << 20
 """Estimated bytes that a body may take when it is decoded."""
 _EPOCH: Final = "1970-01-01T00:00:00.000Z"
@@ -81,7 +81,7 @@ def date_of(name: Reference, library: Visible) -> str:
 
 
 def commit_entry(call: Call, model: ServedModel, library: Visible) -> dict[str, Any]:
-    """Return a commit as lists of files name the last one of each."""
+    """Return a commit in the form in which listings name the last commit of a file."""
     tag = repository(call)
     if not _COMMIT.fullmatch(revision := library.resolved(call.revision)):
         tag = Reference(*tag.parts[:3], tag_of(revision))
@@ -108,7 +108,7 @@ def file_entry(model: ServedModel, path: str) -> dict[str, Any]:
 
 
 def pointer(model: ServedModel, path: str) -> bytes:
-    """Return what git has of a large file."""
+    """Return the LFS pointer that git has for a large file."""
     digest, size = (model.digests or {})[path].hex, model.files[path].size
     return (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n".encode()
@@ -116,7 +116,7 @@ def pointer(model: ServedModel, path: str) -> bytes:
 
 
 def _folder_entry(model: ServedModel, path: str) -> dict[str, Any]:
-    # Git would name the tree of the folder; this name is as good as another that changes with it.
+    # Git names the tree of the folder. Here, any name will do that changes with its content.
     oid = _git_blob(f"{model.commit} {path}".encode())
     return {"type": "directory", "oid": oid, "size": 0, "path": path}
 
@@ -171,7 +171,7 @@ def _inside(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterato
 
 
 def paths_info(call: Call, library: Visible) -> Response:
-    """Return those of some paths that a model has."""
+    """Return the entries of the requested paths that the model has."""
     read = _asked_as_json if body_type(call.request) == JSON else _asked_as_form
     wanted, is_expanded = read(call.request.body or b"")
     model = model_of(call, library, with_digests=True)

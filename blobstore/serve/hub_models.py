@@ -1,7 +1,7 @@
 """Models as the Hub describes them, one or many.
 
-Nobody counts downloads and likes here: both are 0, which clients need to see. A list has the description of each
-model, so that it can be filtered; that of a page, if no field has to be known of the others.
+Downloads and likes are not counted: both are 0, because clients need the fields. Filtering a list needs the
+descriptions of all models; otherwise only those of a page are read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _EQUAL_SORTS: Final = (
 """Orders in which all models here are equal, so that they are sorted by name."""
 _DATE_SORTS: Final = ("lastModified", "last_modified", "createdAt", "created_at")
 _MAX_SORTED: Final = 1000
-"""Models that are listed if a client wants another order, which has no pages."""
+"""The most models of a list in another order, which has no pages."""
 
 
 def info(call: Call, library: Visible) -> Response:
-    """Return what the Hub says of a model."""
+    """Return the Hub's description of a model."""
     model = model_of(call, library)
     with_sizes = call.flag("blobs")
     if with_sizes:
+        # By its commit, because the tag may have moved in between.
         model = model_of(call._replace(revision=model.commit), library, with_digests=True)
     siblings: list[dict[str, Any]] = []
     for path in model.files:
@@ -86,7 +87,7 @@ def _author_of(name: Reference) -> str:
 
 
 def list_models(call: Call, library: Visible) -> Response:
-    """Return the models of the store, or those that a query is for."""
+    """Return the models of the store that match a query."""
     target = call.target
     author, search = target.first("author"), target.first("search").casefold()
     wanted = {*chain.from_iterable(text.split(",") for text in target.query.get("filter", ()))}
@@ -103,7 +104,7 @@ def list_models(call: Call, library: Visible) -> Response:
         for name, reference in names.items()
         if author in ("", _author_of(reference)) and search in name.casefold()
     )
-    if call.flag("gated"):  # nobody is asked for anything but a token
+    if call.flag("gated"):  # no model here is
         found = []
     if wanted:
         known = library.descriptions(names[name] for name in found)

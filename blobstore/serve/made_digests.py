@@ -1,7 +1,7 @@
-"""The digests of what a registry has of the manifests of a repository besides their blobs, kept across restarts.
+"""The digests of manifests and configs that a registry adds to the blobs of a repository, kept across restarts.
 
-Headers of weights and small files are read for them, which takes a millisecond or more for each manifest. The note
-of a repository is a file, since 10,000 files would take as long to read as a client waits.
+Computing them reads headers and small files, which takes a millisecond or more per manifest. Each repository has one
+note, because reading 10,000 files would take as long as a client waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIGITS: Final = 16
 
 
 class MadeDigests(NamedTuple):
-    """What a registry has of one manifest."""
+    """The digests that a registry has for one manifest."""
 
     signed: int
     """When the manifest got its last signature, which a registry has too."""
@@ -52,14 +52,14 @@ def numbers_of(digests: Iterable[Digest]) -> array[int]:
 
 
 def read_made(store: LocalStore, repository: Reference) -> dict[Digest, MadeDigests]:
-    """Return what was noted of the manifests of a repository, which may lack some, and have others."""
+    """Return the noted digests by manifest. Some manifests may be missing from the note, and others be gone."""
     return read_own(_path(store, repository), _NOTE, _parsed) or {}
 
 
 def write_made(
     store: LocalStore, repository: Reference, made: Mapping[Digest, MadeDigests]
 ) -> None:
-    """Note it, unless the store cannot be written."""
+    """Write the note of a repository, unless the store cannot be written."""
     value = {
         key.hex: [one.signed, "".join(f"{number:0{_DIGITS}x}" for number in one.numbers)]
         for key, one in made.items()
@@ -68,7 +68,7 @@ def write_made(
 
 
 def _path(store: LocalStore, repository: Reference) -> Path:
-    name = "/".join(repository.parts[:3])  # which configs have
+    name = "/".join(repository.parts[:3])  # configs contain it, so the digests depend on it
     return store.folder("remotes") / f"served-{Digest.of(name.encode()).hex}"
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses as values. A body consists of bytes and of ranges of blobs, which nobody has read yet."""
+"""Requests and responses as values. A body consists of bytes and of ranges of blobs that are not read yet."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StoredPart(NamedTuple):
     begin: int
     length: int
     version: FileVersion
-    """What the file must still be."""
+    """The version that the file must still have."""
 
 
 Part = bytes | BlobPart | FilePart | StoredPart
@@ -81,7 +81,7 @@ class Request:
 
 
 class Wait(NamedTuple):
-    """How long a response may be delayed, because the client wants to know of a change."""
+    """A delay of a response, for a client that waits for a change."""
 
     seconds: float
     is_over: Callable[[], bool]
@@ -98,10 +98,10 @@ class Response:
     in_use: Callable[[], object] = _nothing
     """Is called from time to time while the parts are sent, so that their blobs are kept."""
     wait: Wait | None = None
-    """Set if the client asked to hear of a change, and there is none yet."""
+    """Set if the client waits for a change, and there is none yet."""
 
     def __post_init__(self) -> None:
-        """Refuse headers that a text from elsewhere would split. Raises ValueError."""
+        """Refuse headers with characters that could split them. Raises ValueError."""
         for name, value in self.headers.items():
             if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
                 raise ValueError(f"not a header: {name!r}: {value!r}")
@@ -182,8 +182,8 @@ def content_response(
 ) -> Response:
     """Return the content, or the range of it that the request is for.
 
-    ``etag`` is the strong validator without its quotes. Of a request for several ranges, which no client
-    needs and which could cost far more than the content, the ranges are ignored, as RFC 9110 allows.
+    ``etag`` is the strong validator without its quotes. Several ranges in one request are ignored, as RFC 9110
+    allows: no client needs them, and they could cost far more than the content.
     """
     quoted = f'"{etag}"'
     described = {"ETag": quoted, "Accept-Ranges": "bytes", **headers}

@@ -1,4 +1,4 @@
-"""The files that a model is served as, and of which parts of blobs they consist. No weight is read.
+"""The files that a model is served as, composed of parts of blobs. No weight is read.
 
 They are the files of an export without options: those of the source byte for byte, or a folder for Hugging
 Face libraries. Models that Ollama imported have their GGUF files instead.
@@ -93,7 +93,7 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
 
 
 def _is_empty(manifest: Manifest) -> bool:
-    """Return whether a model was fetched of which clients have asked for no file yet."""
+    """Return whether a fetched model has no files yet, because no client has asked for one."""
     return {layer.media_type for layer in manifest.layers} == {media_types.SOURCE}
 
 
@@ -103,7 +103,7 @@ def whole_blob(layer: Descriptor | FolderFile) -> Content:
 
 
 def _gguf_layers(manifest: Manifest) -> dict[str, Descriptor]:
-    """Return the layers of a model of Ollama's that are files elsewhere, by names."""
+    """Return the layers of an Ollama model that are GGUF files, by the names of the files."""
     found: dict[str, Descriptor] = {}
     for kind, stem in _GGUF_NAMES.items():
         names = (f"{stem}{'' if number == 1 else f'-{number}'}.gguf" for number in count(1))
@@ -131,7 +131,7 @@ def _weight_content(
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Return parts of which none continues the one before it: experts of a layer share a blob."""
+    """Join parts that continue each other, such as the experts of a layer, which share a blob."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

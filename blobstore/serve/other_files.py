@@ -1,7 +1,7 @@
-"""Fetches the files of fetched models that their import did not take, each when a client asks for it.
+"""Fetches files of a fetched model that its import left out, each when a client asks for it.
 
-The import takes what it can take apart, and small files. All else that the upstream lists is stored as it is: the one
-of several quantizations that somebody wants, weights for another library, what no store knows.
+The import takes small files, and weights that it can split into tensors. Other files of the upstream are stored as
+they are: one of several quantizations, weights for another library, or a format that is not known.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _Key = tuple[str, str, str]
 """A repository, a commit, and the name of a file."""
 _REFUSED_SECONDS: Final = 5.0
-"""How long a failure is repeated to others who ask for the same file."""
+"""How long a failure is repeated to clients that ask for the same file."""
 _MAX_FAILURES: Final = 4096
 _MOST: Final = capacity.ARRIVALS.most
 _FULL: Final = "the server fetches many other models; ask again later"
@@ -65,12 +65,12 @@ class OtherFile(Fetch):
 
         Args:
             library: has the models.
-            repository: theirs, in the store, with any tag.
+            repository: their repository in the store, with any tag.
             name: that of the repository at the upstream.
             listed: the file.
             found: the version, and the server that has it.
             claim: where the file is written to, and how many bytes.
-            host: what the end is reported to.
+            host: gets a report of the end.
         """
         super().__init__(library.store, name, found, claim)
         self.name = listed.name
@@ -80,7 +80,7 @@ class OtherFile(Fetch):
         self._file: ArrivingFile | None = None
 
     def content(self) -> Content | None:
-        """Return the file as it arrives; None if that cannot be, or not yet."""
+        """Return the file as it arrives; None before it is listed, and after the fetch has ended."""
         file = self._file
         return None if file is None else Content((FilePart(file, 0, file.size),))
 
@@ -90,12 +90,15 @@ class OtherFile(Fetch):
         file = ArrivingFile(self._listed, self._claim)
         self._claim.extend(file.size, file.find())
         self.files[self.name] = self._file = file
+        # After the file is in the table, because clients that wait for this ask for it at once.
         self.listed.set()
         self.fetch(file)
+        # Before the tags are listed, because a model that is arriving gets them only in the end.
         self._host.wait_for_model(self)
         pulled, commit = self._library.pulled, (self.repository, self.commit)
         tags = [one for one in self._library.listed_tags(self.at) if pulled.has_given(one)]
         for name in tags:
+            # Before the names are given: if this process is killed, the next one settles them by this.
             pulled.giving(name, commit)
         names = add_file(self._store, tags, self._is_wanted, self.name, file.path)
         for name in tags:
@@ -138,7 +141,7 @@ class OtherFiles:
             library: has the models.
             limit: gives space for the files.
             arrivals: the models that arrive now, by repository and commit.
-            ask: asks who has a commit, if the client with a token may read it now.
+            ask: finds a server with a commit, if the client with this token may read it now.
             note: called with the fields of a line for the log.
         """
         self._library, self._limit, self._arrivals = library, limit, arrivals
@@ -154,7 +157,7 @@ class OtherFiles:
             return list(self._running.values())
 
     def is_full(self) -> bool:
-        """Return whether no more models or files may arrive."""
+        """Return whether as many models and files arrive as may at once."""
         return len(self._arrivals) + len(self._running) >= _MOST
 
     @property
@@ -198,21 +201,24 @@ class OtherFiles:
             claim = self._limit.claim("@".join(key))
             fetch = OtherFile(self._library, at, asked.repository, listed, found, claim, self)
             self._running[key] = fetch
+            # Under the lock, because `close` joins the threads of all fetches that it finds.
             fetch.start()
 
     def wait_for_model(self, fetch: OtherFile) -> None:
-        """Wait until the model that a file is of has arrived, if it arrives: on the thread of the fetch."""
+        """Wait until the model of a file has arrived, if it is arriving. Called on the thread of the fetch."""
         arrival = self._arrivals.get((fetch.repository, fetch.commit))
         if arrival is not None:
             arrival.ended.wait()
 
     def ended(self, fetch: OtherFile) -> None:
-        """Let the file be served from the store, or the failure be repeated: on the thread of the fetch."""
+        """Serve the file from the store, or repeat its failure, from now on. Called on the thread of the fetch."""
         key = fetch.repository, fetch.commit, fetch.name
+        # Before the fetch is forgotten: a client that asks then must get the new model.
         self._library.distrust(fetch.wrong_etags)
         self._library.forget_commit(fetch.at, fetch.commit)
         if fetch.error is not None:
             self._fail(key, as_refusal(fetch.error))
+        # Last: until here, clients find this fetch, or its failure, and begin no other.
         with self._lock:
             del self._running[key]
             self._fetched += fetch.fetched

@@ -1,8 +1,7 @@
 """Keeps the blobs of models from gc while they are sent, and for a while after that.
 
-A cache may forget what it knows of a model. What protects the blobs is here instead, and belongs to those who use
-them: a response has a :class:`Use` of its model, and as long as there is one, or was one lately, the blobs are in
-the lease of this process.
+A cache may forget a model at any time, so it cannot protect blobs. Instead, each response has a :class:`Use` of its
+model. While there is a use, or was one lately, the blobs are in the lease of this process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 RETRY_SECONDS = 1.0
-"""How long a model is served whose blobs could not be leased, before that is tried again."""
+"""Seconds until leasing the blobs of a model that is served is tried again."""
 
 
 class _Model:
@@ -63,7 +62,7 @@ class Protection:
         self._changing = threading.Lock()
         """Held while the lease is written, which may wait for gc."""
         self._looking = threading.Lock()
-        """Held while the models are looked at, for no time: the thread of the event loop takes it."""
+        """Held for moments while the table of models is used, because the thread of the event loop takes it."""
         self._lease = contextlib.ExitStack()
         self._hold: Callable[[Iterable[Digest]], bool] = _hold_nothing
         self._is_current = True
@@ -75,6 +74,7 @@ class Protection:
         If the store cannot be written, the model counts as protected for a moment only: it is served all the same.
         """
         with self._changing:
+            # Another thread may have added it while this one waited.
             if self.touch(manifest):
                 return
             with self._looking:
@@ -94,7 +94,7 @@ class Protection:
             return known.used < known.is_sure_until
 
     def use(self, manifest: Digest) -> Use:
-        """Return a use of a model that was just touched. One without blobs in the store needs none."""
+        """Return a use of a model that was just touched. A model without blobs in the store needs no protection."""
         with self._looking:
             return Use(self._models.get(manifest) or _Model(()))
 
@@ -105,9 +105,9 @@ class Protection:
             return known is None or known.is_idle(seconds)
 
     def end_idle(self, seconds: float, manifests: Iterable[Digest] | None = None) -> list[Digest]:
-        """Protect models no longer, all or some, that are idle; return which these were.
+        """End the protection of idle models, of all or of some; return their manifests.
 
-        What could not be leased before is tried again.
+        Blobs that could not be leased before are tried again.
         """
         with self._changing:
             with self._looking:
@@ -115,6 +115,7 @@ class Protection:
                 idle = [one for one in asked if one in self._models]
                 idle = [one for one in idle if self._models[one].is_idle(seconds)]
                 for one in idle:
+                    # From here on, `touch` makes the next request protect it again.
                     del self._models[one]
             if idle or not self._is_current:
                 self._renew()
@@ -131,6 +132,7 @@ class Protection:
         self._is_current = not blobs or hold(blobs)
         if self._is_current:
             self._lease, self._hold, lease = lease, hold, self._lease
+        # Only now: the blobs must not be without a lease in between.
         lease.close()
         soon = time.monotonic() + RETRY_SECONDS
         for model in models:

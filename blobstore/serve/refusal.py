@@ -1,9 +1,9 @@
-"""Requests that are refused, in the words of the client's protocol, and the one rule about models that are not for a client.
+"""Refused requests, in the form of the client's protocol, and the one rule about models that a client may not see.
 
 A model that is absent, one that a client may not read, and one that is not served get the same response, to the
-byte. Otherwise strangers would learn which restricted models there are. If somebody says who may read what, the
-response is that of the Hub for private models, 401, which also lets clients of registries send their login; other
-servers answer 404, because no token would help.
+byte. Otherwise strangers would learn which restricted models there are. If tokens decide which
+models a client may read, the response is that of the Hub for private models, 401, which also lets clients of
+registries send their login. Otherwise it is 404, because no token would help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Response
 
 REFUSALS: Final = (401, 403, 404, 410, 451)
-"""What an upstream answers if there is no such thing, or not for this client."""
+"""Statuses of an upstream for something that does not exist, or that this client may not have."""
 API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
 _MESSAGES: Final = {
     "RepoNotFound": "there is no such model",
@@ -29,7 +29,7 @@ _MESSAGES: Final = {
     "GatedRepo": "access to this model is restricted; its owner has to accept yours",
     "DisabledRepo": "access to this model is disabled",
 }
-"""What the Hub's error codes mean."""
+"""The meanings of the Hub's error codes."""
 _HIDDEN: Final = "there is no such model, or it needs a token that may read it: if it is gated, of a user whom its owner has accepted"
 _REGISTRY_CODES: Final = {
     400: "PAGINATION_NUMBER_INVALID",
@@ -40,7 +40,7 @@ _REGISTRY_CODES: Final = {
 
 
 class Refusal(Exception):
-    """There is no such thing, or not for this client."""
+    """Something does not exist, or this client may not have it."""
 
     def __init__(self, status: int, code: str = "", message: str = "", commit: str = "") -> None:
         """``code`` is one of the Hub, and ``commit`` the version that lacks a file."""
@@ -49,7 +49,7 @@ class Refusal(Exception):
         self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
         self.commit = commit
         self.repository = ""
-        """That which an upstream has refused, if it calls it by another name than the client."""
+        """The upstream's name of the repository that it has refused, if the client used another one."""
         super().__init__(self.message)
 
     def again(self) -> Refusal:
@@ -117,7 +117,7 @@ def error_response(
 
 
 def as_refusal(error: BlobstoreError | Refusal) -> Refusal:
-    """Return the answer to those who have waited for a model that does not arrive."""
+    """Return the answer to clients that have waited for a model that does not arrive."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Crowded):

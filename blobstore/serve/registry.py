@@ -1,9 +1,9 @@
 """The part of the OCI distribution protocol that clients pull with: manifests, blobs, tags and referrers.
 
 A repository is a model of the store, with or without a host. Names of repositories have small letters there, so
-``org/model-7b`` is ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
-the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an image, which
-runtimes mount. Bytes are exact: digests are made of them.
+``org/model-7b`` is ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that
+``push`` sends, or the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an
+image, which runtimes mount. Bytes are exact, because they have digests.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _part(
     place: tuple[str, str],
     library: Visible,
 ) -> Response:
-    """Return the response to a request for a manifest or a blob, or for what refers to one."""
+    """Return the response to a request for a manifest or a blob, or for the manifests that refer to one."""
     action, what = place
     if action == "manifests":
         if wants_gguf(request):
@@ -119,7 +119,7 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
 def _repository(name: Sequence[str], host: str) -> Reference | None:
     """Return the repository of a name; None if the name is malformed.
 
-    containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
+    containerd names the registry that it would ask without a mirror as ``host``. Only models of that host are meant.
     """
     if host:
         name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
@@ -208,7 +208,7 @@ def _tags(target: Target, repository: Reference, library: Visible) -> Response:
 
 
 def _repositories(target: Target, library: Visible) -> Response:
-    """Return the repositories, which clients read in small letters alone."""
+    """Return the names of the repositories, in small letters, because clients accept no others."""
     names = {_name_of(one).lower() for one in library.models()}
     return _page(target, "repositories", sorted(filter(is_repository, names)))
 
@@ -239,6 +239,7 @@ def _referrers(target: Target, repository: Reference, digest: Digest, library: V
     listed: list[Any] = []
     for artifact in library.artifacts(repository, digest):
         if digest == artifact.roots[0].digest:
+            # Before the list is read, which this may replace.
             library.list_cold_files(artifact)
         listed = listed or list(artifact.referrers.get(digest, ()))
     headers = dict(API_VERSION)

@@ -1,11 +1,12 @@
-"""The ledger of rights: who may read what an upstream or a peer has, who said so, and until when.
+"""The ledger of rights: which clients may read the models of an upstream or a peer, who said so, and until when.
 
 Only the upstream gives rights to a repository, and only the upstream takes them back. If it was asked about a
-revision without a file that can be gated, its answer opens that commit alone. A peer does not know who may
-read what: its answer opens the commit that comes from it, unless the upstream has restricted the repository. A
-refusal takes back every right that it contradicts: that of the client, and if that is everyone, those that peers
-have given, too. It says nothing about other clients, nor does one of a token about everyone: it may be the token
-that is wrong. An answer to a question that was asked before a refusal gives nothing.
+revision without a file that can be gated, its answer opens that commit alone. A peer does not know the rights
+of clients: its answer opens the commit that comes from it, unless the upstream has restricted the repository.
+
+A refusal takes back every right that it contradicts: the client's, and if the client is everyone, also those that
+peers have given. It says nothing about other clients. The refusal of a token says nothing about everyone, because the
+token itself may be wrong. An answer to a request that was sent before a refusal gives no right.
 
 Whether a repository is public outlives the process. It is noted from this ledger alone.
 """
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 EVERYONE: Final = ""
-"""The client of all who have no token for the upstream: the server may ask for them with one of its own."""
+"""Stands for all clients without a token for the upstream, for whom the server may use one of its own."""
 PUBLIC: Final = "public"
-"""The client for whom the upstream is asked without any token, if the server has one of its own."""
+"""Stands for clients for whom the upstream is asked without any token, if the server has one of its own."""
 UPSTREAM: Final = ""
 """The giver of rights to whole repositories. Every other giver is a peer."""
 NOTHING: Final = ("", "")
@@ -88,6 +89,7 @@ class Rights:
             ):  # without these, rights that were taken back would be there again
                 self._rights.clear()
                 self._refused.clear()
+            # The time of now and not of the request, so that answers to earlier requests give nothing.
             self._refused[repository, client] = time.monotonic()
             if client == EVERYONE:
                 self._refused[repository, self.public] = time.monotonic()
@@ -118,7 +120,7 @@ class Rights:
     def unproven(self, repository: str, client: str) -> list[str]:
         """Return the stored commits that a right to the whole of a repository would open to a client for the first time.
 
-        The upstream has to give each of them: its repository of that name may be another one by now.
+        The upstream has to confirm each of them, because its repository of that name may be another one by now.
         """
         right = self._rights.get((repository, client, ""))
         is_known = right is not None and right.asked > self._refused.get((repository, client), 0.0)
@@ -127,7 +129,7 @@ class Rights:
         return [one.commit for one in self._pulled.of_repository(repository) if not one.peer]
 
     def lets_peers(self, repository: str) -> bool:
-        """Return whether peers may say what a repository is: not if it is restricted, or was when last asked about."""
+        """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about."""
         given = self._rights.get((repository, EVERYONE, ""))
         refused = self._refused.get((repository, EVERYONE), 0.0)
         is_refused = refused > (given.asked if given else 0.0)
@@ -149,7 +151,7 @@ class Rights:
 
 
 def client_of(token: str) -> str:
-    """Return what stands for the clients with a token, which is not kept."""
+    """Return a digest that stands for the clients with a token. The token itself is not kept."""
     return hashlib.sha256(token.encode()).hexdigest() if token else EVERYONE
 
 

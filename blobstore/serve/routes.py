@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ALLOWED = {"Allow": ", ".join(READS)}
 _WELCOME = b"blobstore serves models here, as the Hub and as a container registry do; see docs/guides/serve.md\n"
 _LISTS = frozenset({"models", "_catalog", "list", "refs"})
-"""The last words of addresses of lists, which take their time: they are made on a thread, once for all who ask."""
+"""Last words of the addresses of lists. These are slow, and so made on a thread, once for all clients that ask."""
 _OF_CLIENTS = ("user-agent", "authorization")
 """Headers on which no list depends, besides what the client may see."""
 
@@ -72,13 +72,16 @@ def answer(
 
     def found() -> Response:
         target = parse_target(request.target)
+        # Before the token is checked, because probes have none.
         if target.segments == ("healthz",):
             return bytes_response(b"ok\n")
+        # Before all else: a client without access must not learn which addresses there are.
         client = access.client(request, target)
         if (page := _page(request, target, metrics)) is not None:
             return page
         if target.segments == ("api", "whoami-v2") and request.method in READS:
             return _owner(request, access, client, pull_through)
+        # Before a name is looked up: a request that is not understood fails alike for all models.
         call = _understood(request, target)
         if pull_through is None:
             visible = Visible.of(library)
@@ -114,7 +117,7 @@ def _about_models(
 def _owner(
     request: Request, access: Access, client: Client, pull_through: PullThrough | None
 ) -> Response:
-    """Return the response to a client that asks who its token belongs to. Raises NotPrepared."""
+    """Return the response to a client that asks for the owner of its token. Raises NotPrepared."""
     asks = pull_through is not None and pull_through.reads_tokens(request)
     owners = pull_through.owners if pull_through and asks and not access.tokens else None
     return owner_response(client.upstream_token, owners, has_token=client.has_token)
@@ -140,7 +143,7 @@ def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Respo
 
 
 def _understood(request: Request, target: Target) -> Call | None:
-    """Return what a client of the Hub asks for; None for one of a registry. Raises Refused if it is not understood."""
+    """Return the call of a client of the Hub; None for a client of a registry. Raises Refused if it is malformed."""
     if not target.is_of_registry:
         return ROUTES.call(request, target)
     if request.method not in READS:

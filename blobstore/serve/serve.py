@@ -67,8 +67,7 @@ def serve(
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
         max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
             the longest time are removed. None for no limit.
-        drain: seconds after which the process has ended that was asked to stop; until then, responses that are
-            being sent go on.
+        drain: seconds that responses may still take after the process was asked to stop. It has ended then.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
@@ -160,6 +159,7 @@ class _TokenFile:
         """Read the file. Raises BlobstoreError or UsageError."""
         self._path = Path(path)
         self._looked = time.monotonic()
+        # Before the file is read: a change in between is noticed at the next look.
         self._version = FileVersion.of(self._path)
         self._access = Access(tokens=_read_tokens(path))
 
@@ -169,6 +169,7 @@ class _TokenFile:
             self._looked = now
             version = FileVersion.of(self._path)
             if version is not None and version != self._version:
+                # Also if it cannot be read, so that it is read again only when it changes.
                 self._version = version
                 # A file that is being replaced must not let everybody in, nor end the server.
                 with contextlib.suppress(BlobstoreError):

@@ -1,4 +1,4 @@
-"""Work on threads that requests wait for: all who need the same share it, and nobody needs it after they have left."""
+"""Work on threads that requests wait for. Equal work is shared, and not begun if no request waits for it any more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Busy(Exception):
-    """So much work is begun or waits already that no more is taken."""
+    """Too much work is running or waiting to accept more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class SharedWork:
     ) -> None:
         """Start no thread yet. At most ``most`` jobs are begun or wait.
 
-        Without ``joins_begun``, a result is never of before it was asked for: work that is begun is not shared.
+        Without ``joins_begun``, work that is running is not shared, so no result is older than its request.
         """
         self._joins_begun = joins_begun
         self._executor = capacity.executor()
@@ -49,7 +49,7 @@ class SharedWork:
     def joined(
         self, key: Hashable, function: Callable[..., Result], *arguments: Any
     ) -> Iterator[asyncio.Future[Result]]:
-        """Give a block the result of the work with this key, which begins now unless others wait for it.
+        """Yield the result of the work with this key, and start the work unless others wait for it.
 
         The block may read the result, and must not cancel it. Raises Busy.
         """
@@ -93,5 +93,6 @@ class SharedWork:
             done.exception()  # read it: maybe nobody waits for this work any more
 
     def _remove(self, key: Hashable, job: _Job) -> None:
+        # Another job may have the key by now: one that is running is not always shared.
         if self._jobs.get(key) is job:
             del self._jobs[key]

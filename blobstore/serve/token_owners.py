@@ -1,7 +1,7 @@
-"""Who a token belongs to, which ``hf auth login`` asks before it keeps one.
+"""The owner of a token, for which ``hf auth login`` asks before it keeps the token.
 
-A server with tokens has answered 401 to all others. Without tokens of its own, it asks its upstream; without both,
-any token is right, because it needs none.
+A server with tokens of its own has refused others with 401 before. Without such tokens, it asks its upstream. Without
+both, any token is accepted, because none is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_KNOWN: Final = 4096
 
 
 def owner_response(token: str, owners: TokenOwners | None, *, has_token: bool) -> Response:
-    """Return who a client is; ``owners`` judge its token, which the server has judged if they are None.
+    """Return the owner of a client's token. ``owners`` ask the upstream; None if the server has checked the token.
 
     Raises:
         NotPrepared: the upstream has to be asked.

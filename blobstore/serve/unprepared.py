@@ -1,4 +1,4 @@
-"""Work that has to be done before a question can be answered, as what a question raises."""
+"""Exceptions of requests that cannot be answered yet: the work that has to be done first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BodyNeeded(Exception):
 class NotPrepared(Exception):
     """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
 
-    Work with the same ``key`` is the same work, which nobody needs to do twice at once.
+    Work with an equal ``key`` is the same, and need not be done twice at once.
     """
 
     is_counted = True
@@ -34,13 +34,13 @@ class NotPrepared(Exception):
 
 
 class UnknownSource(NotPrepared):
-    """It has to be read what names were fetched from."""
+    """The origins of names have to be read first."""
 
     is_counted = False
 
 
 class NotListed(NotPrepared):
-    """It has to be read which names there are, or what they have."""
+    """Names, or their manifests, have to be listed first."""
 
     is_counted = False
 
@@ -72,7 +72,7 @@ def prepared(question: Callable[[], Result]) -> Result:
 
 
 class OnlyHere(BlobstoreError):
-    """What was found damaged is of the store's own: no other server is asked for it."""
+    """The damaged model is the store's own, so no other server is asked for it."""
 
 
 _WAIT_SECONDS: Final = 5.0

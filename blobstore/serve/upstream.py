@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PATIENT: Final = Patience(attempts=8, longest=120)
 """How long a fetch waits for an upstream that is busy or gone."""
 IMPATIENT: Final = Patience(attempts=1, stall=10)
-"""The same for a question that the store has an older answer to."""
+"""The same if the store has an older answer."""
 _ANSWER: Final = Rule(is_hint=False, success=(200,), absent=REFUSALS)
 _FILE: Final = Rule(is_hint=False, success=(200, 206), absent=REFUSALS)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
@@ -47,13 +47,13 @@ _OPEN: Final = (".md", ".gitattributes")
 
 
 class Revision(NamedTuple):
-    """What a revision of a repository is now."""
+    """The commit of a revision of a repository now, and its files."""
 
     commit: str
     names: Sequence[str]
     """Those of its files."""
     repository: str
-    """What the upstream calls the repository, which may be asked for by another name."""
+    """The upstream's name of the repository, which may be asked for by another name."""
     description: Description = NOTHING
 
     @property
@@ -139,7 +139,7 @@ class UpstreamClient:
         return self._transport.retry()
 
     def revision(self, repository: str, revision: str) -> Revision:
-        """Ask what a revision is.
+        """Ask for the commit of a revision.
 
         Raises:
             Refusal: there is no such revision, or this client may not read it.
@@ -166,7 +166,7 @@ class UpstreamClient:
 
         The Hub gives the card of a gated repository to everyone. Only a large file shows who may read the others.
 
-        Raises as :meth:`revision`: if the client may not read the files of the revision, too.
+        Raises as :meth:`revision`, also if the client may not read the files of the revision.
         """
         probe = revision.probe or self._large_file(repository, revision.commit)
         self._check_file(repository, revision.commit, probe or revision.names[0])
@@ -215,7 +215,7 @@ class UpstreamClient:
         return escape(name, 100) if isinstance(name, str) else ""
 
     def check_repository(self, repository: str) -> None:
-        """Raise Refusal if this client may not read a repository: then it must not hear of its revisions either."""
+        """Raise Refusal if this client may not read a repository, so that it learns nothing about its revisions."""
         try:
             there = self.revision(repository, _MAIN)
             self.check_access(there.repository, there)
@@ -260,6 +260,7 @@ class UpstreamClient:
         def ask(url: str) -> tuple[bytes, str | None]:
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
+            # Before the status is judged, because a refusal has the name to which it was redirected.
             self._answered = reply.url
             self._check(reply.status, reply.headers, self._name_of({}, ""))
             self.is_blobstore = reply.headers.get("server") == "blobstore"
@@ -268,9 +269,9 @@ class UpstreamClient:
         return pages_of(url, ask)
 
     def _name_of(self, info: Mapping[str, Any], asked: str) -> str:
-        """Return what the upstream calls a repository: as it states, or else where it has redirected.
+        """Return the upstream's name of a repository: as it states, or else as in its redirect.
 
-        If no repository can have that name, it is the one that was asked for.
+        If neither is valid, return the name that was asked for.
         """
         base = f"{self._url}/api/models/"
         place = self._answered if self._answered.startswith(base) else base + asked

@@ -1,7 +1,7 @@
-"""What one client may see of a store, decided once for each request.
+"""The models of a store that one client may see, decided once per request.
 
-The protocols get this value instead of the library. All that they can ask it for is judged by :meth:`Visible.shows`,
-and nothing about a model that is hidden is prepared, read or counted before that.
+The protocols get this value instead of the library. Every model that they ask it for is judged by
+:meth:`Visible.shows`, and nothing about a hidden model is prepared, read or counted before that.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Visible:
     _restricted: Collection[str]
     """The repositories of the upstream that are not for everyone."""
     _opened: tuple[str, str] = ("", "")
-    """That of them which the client may read, and the only commit of it; an empty one stands for all."""
+    """The restricted repository that the client may read, and the only commit of it; an empty one stands for all."""
     _asked: Reference | None = None
-    """The repository that the client asks for, and"""
+    """The repository that the client asks for."""
     _named: Reference | None = None
-    """what it is called here."""
+    """The name that this repository has here."""
     _revision: tuple[str, str] = ("", "")
-    """A revision that no tag can have, and the commit that it is."""
+    """A revision that no tag can have, and its commit."""
     _fetch: Callable[[ServedModel, ListedFile], Content] | None = None
-    """Returns a file that the store lacks, as it arrives; None if nobody has such files."""
+    """Returns a file that the store lacks, as it arrives; None if such files cannot be fetched."""
 
     @classmethod
     def of(cls, library: Library, opened: tuple[str, str] = ("", "")) -> Visible:
-        """Return what everyone may read, and the repository or commit ``opened``. Raises StoreError."""
+        """Return the models that everyone may read, and the repository or commit ``opened``. Raises StoreError."""
         return cls(library, library.pulled.restricted(), opened)
 
     def named(self, asked: Reference, name: Reference) -> Visible:
@@ -56,7 +56,7 @@ class Visible:
         return replace(self, _asked=asked, _named=name)
 
     def shows(self, origin: Origin | None) -> bool:
-        """Return whether the client may read what was fetched from there; None is what the store has of its own."""
+        """Return whether the client may read a model of this origin. None stands for the store's own models."""
         if origin is None or origin.repository not in self._restricted:
             return True
         repository, commit = self._opened
@@ -92,7 +92,7 @@ class Visible:
         return sorted(found.union(self._seen(tags)))
 
     def spelled(self, repository: Reference) -> Reference:
-        """Return what the repository that a client asks for is called here."""
+        """Return the name here of the repository that a client asks for."""
         if self._named is not None and repository == self._asked:
             return self._named
         return self._library.spelled(repository)
@@ -115,12 +115,12 @@ class Visible:
     # Models as the Hub has them
 
     def resolved(self, revision: str) -> str:
-        """Return the commit that a revision is which no tag can have; other revisions unchanged."""
+        """Return the commit of a revision that no tag can have; other revisions unchanged."""
         named, commit = self._revision
         return commit if revision == named else revision
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return what a name is now, or None if there is no such model.
+        """Return the model that a name has now, or None if there is none.
 
         Raises:
             NotPrepared: it was not asked for since it changed.
@@ -171,6 +171,7 @@ class Visible:
         contents = {name: Content.absent(file.size) for name, file in absent.items()}
         large = {name: file for name, file in absent.items() if file.algorithm == "sha256"}
         digests = {name: Digest(file.digest) for name, file in large.items()}
+        # Two threads may do this at once, and either result is right.
         model.completed = replace(
             model,
             files=dict(sorted({**model.files, **contents}.items())),
@@ -180,7 +181,7 @@ class Visible:
         return model.completed
 
     def content(self, model: ServedModel, path: str) -> Content:
-        """Return what a file of a model has, to send it.
+        """Return the content of a file of a model, to send it.
 
         Raises:
             Refusal: it cannot be fetched.
@@ -194,7 +195,7 @@ class Visible:
     # Artifacts of registries
 
     def artifact(self, tag: Reference) -> Artifact | None:
-        """Return what a registry has of a name, or None if there is no such model. Raises as :meth:`model`."""
+        """Return the artifact of a name, or None if there is no such model. Raises as :meth:`model`."""
         named = self._library.named_by(tag)
         return self._only(self._library.artifact(tag)) if self._seen([named]) else None
 
@@ -213,7 +214,7 @@ class Visible:
             if found is not None and found.has(digest):
                 yield found
 
-    # What was got from the above
+    # About models and artifacts that were returned above
 
     def use(self, served: ServedModel | Artifact) -> Use:
         """See :meth:`Library.use`."""

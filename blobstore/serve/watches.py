@@ -18,7 +18,7 @@ _SECONDS: Final = 0.25
 
 
 class Watches:
-    """What clients wait for. It belongs to one event loop."""
+    """The changes that clients wait for. It belongs to one event loop."""
 
     def __init__(self) -> None:
         self._work = SharedWork(WATCH)
@@ -29,7 +29,7 @@ class Watches:
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> bool:
         """Return True when ``is_over`` does or fails, and False after so many seconds, or when the server ends.
 
-        Those that are equal are asked once for all who wait for them.
+        Equal functions are called once for all clients that wait.
         """
         if self._is_closed:
             return False
@@ -59,10 +59,12 @@ class Watches:
             while self._waiting:
                 await asyncio.sleep(_SECONDS)
                 for over in await self._work.call(_changed, list(self._waiting)):
+                    # Only this task removes entries, so each that was asked about is still there.
                     _end(self._waiting.pop(over), is_over=True)
                 for unwanted in [one for one, waiting in self._waiting.items() if not waiting]:
                     del self._waiting[unwanted]
         finally:
+            # No `await` lies between the last look at the table and this, so no new wait is missed.
             self._looks = None
 
 
