@@ -118,7 +118,7 @@ class ArrivingFile:
     # Called by the thread that fetches it
 
     def find(self) -> int:
-        """Return how many bytes an earlier attempt has left. Call it once, before the file is claimed."""
+        """Return the size of the file that an earlier attempt has left. Call it once, before the file is claimed."""
         with contextlib.suppress(OSError):
             found = self.path.lstat().st_size
             self._spent = found if found <= self.size else 0

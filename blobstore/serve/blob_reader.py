@@ -116,7 +116,7 @@ class BlobReader:
             if not cache.has(digest, size):
                 with cache.noting(digest):
                     self._hash(descriptor, digest, size)
-            # Only if it was unchanged meanwhile, so that the verdict is about this version.
+            # Only if it did not change in the meantime, so that the verdict is about this version.
             if FileVersion.of_status(os.fstat(descriptor)) == before:
                 self._remember(digest, before, [before])
         finally:

@@ -56,7 +56,7 @@ def is_current(store: LocalStore, part: StoredPart) -> bool:
 
 def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest) -> ColdFiles:
     """Return the cold files of a model's blobs; damaged ones are left out. ``key`` stands for the model."""
-    # Before the blobs are listed: one that is frozen meanwhile changes the version again.
+    # Before the blobs are listed: one that is frozen in between changes the version again.
     version = cold_version(store)
     cold = [blob.id for blob in blobs if store.has_cold(blob.digest)]
     known = parsed(store.read_note(_NOTE, key), _noted) or {}

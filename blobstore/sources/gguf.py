@@ -2,7 +2,7 @@
 
 A quantized tensor of R rows is U8 of shape ``[R, bytes per row]``: the blocks as they are in the file. A tensor of
 a type that is not known is U8 of one dimension. The bytes before the data are the header; those between
-tensors and behind them are kept if they say more than how long they are.
+tensors are kept unless they are zeros, and so are those behind them.
 """
 
 from __future__ import annotations

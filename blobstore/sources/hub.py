@@ -304,7 +304,8 @@ class _Repository(FileTree):
         label = f"{SCHEME}{repo}"
         super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
         self._tree = FileTree(folder, exclude=options.exclude, listed=listed, label=label)
-        self._tree.versions = self.versions  # what is read must be what was verified
+        # The files that are read must be those that were verified.
+        self._tree.versions = self.versions
         self._repo = repo
         self._listing = listing
         self._is_online = is_online

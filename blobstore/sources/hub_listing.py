@@ -2,8 +2,8 @@
 
 The listing comes from the Hub's API, from the copy of it in the client's cache, or from the cached files:
 the client names each one by its digest. The API is asked with the client's session, so that its variables and
-hooks hold, but directly: the client waits for as long as a busy server asks it to, without a limit. ``serve`` asks
-its upstream by the same functions, over a transport that needs no client.
+hooks apply, but not by the client itself, which waits without a limit if a busy server asks it to. ``serve`` uses the
+same functions for its upstream, with a transport that needs no client.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_WAIT = 120
 _MAX_CACHED_LISTING = limits.HUB_LISTING.all
 _PIECE = 1 << 20
 _OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
-"""Headers that say how a body was sent, not what it is."""
+"""Headers about the transfer of a body, not about its content."""
 _TREE_VERSION = 1
 """Version of the client's cached listings."""
 
@@ -151,7 +151,7 @@ def pages_of(url: str, ask: Callable[[str], tuple[bytes, str | None]]) -> Iterat
         ask: returns the page at a URL, and the URL of the next one.
 
     Raises:
-        RemoteError: there is no end to them.
+        RemoteError: there are too many.
     """
     following: str | None = url
     for _ in range(_MAX_PAGES):
@@ -171,7 +171,7 @@ class _Hub:
         self._left = float(_MAX_WAIT)
 
     def _complete(self, send: Callable[[], AbstractContextManager[Any]]) -> Any:
-        """Send a request, read the response, of so many bytes at most, and return it with its body."""
+        """Send a request, and return the response with its body, which is limited in size."""
         with send() as stream:
             body = limits.read_document(
                 stream.iter_bytes(_PIECE),

@@ -1,4 +1,4 @@
-"""The tensors of a running program as a source, which are read where they lie.
+"""The tensors of a running program as a source, read from its memory.
 
 The source is like a folder with one file, ``model.safetensors``, that the safetensors library would write. So
 an export of the model writes that file.
@@ -50,7 +50,7 @@ class MemorySource:
         """Read nothing yet.
 
         Args:
-            tensors: the tensors, and what returns the bytes of each as a file has them.
+            tensors: the tensors, each with a function that returns its bytes in the form of a file.
             metadata: the ``__metadata__`` of the file.
             files: the contents of small files, by name.
 
@@ -95,7 +95,7 @@ class MemorySource:
 
     @property
     def reopen(self) -> Callable[[], MemorySource]:
-        """Other processes do not have the tensors."""
+        """Raise UsageError, because other processes do not have the tensors."""
         raise UsageError("tensors in memory can be saved only by threads of this process")
 
     def check_unchanged(self) -> None:

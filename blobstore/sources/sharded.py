@@ -46,7 +46,7 @@ FORMATS: Final[tuple[type[FileShard], ...]] = (SafetensorsShard, GgufShard)
 """The formats whose files are written again by exports; a new one goes to the end."""
 _BY_ENDING: Final = {kind.ending: kind for kind in FORMATS}
 ENDINGS: Final = ((SAFETENSORS,), CHECKPOINTS, *((kind.ending,) for kind in FORMATS[1:]))
-"""Endings of files of weights. Of a folder, those of the first are read that it has."""
+"""Endings of files of weights. In a folder, only those of the first ending are read that occurs there."""
 WEIGHTS: Final = tuple(ending for endings in ENDINGS for ending in endings)
 """Endings of all files of weights that are read."""
 
@@ -161,12 +161,12 @@ class ShardSet:
             ) from None
 
     def check_stripped(self, path: Path) -> None:
-        """Check that the prefix to strip, if there is one, was that of a name in ``path``.
+        """Check that some name in ``path`` had the prefix to strip, if there is one.
 
         A prefix that could be stripped of all names becomes a notice.
 
         Raises:
-            UsageError: it was not.
+            UsageError: no name had it.
         """
         if self._options.strip_prefix and not self._is_stripped:
             raise UsageError(
@@ -261,7 +261,7 @@ def add_indexed(
 ) -> Iterator[str]:
     """Add the shards that an index names; yield notices.
 
-    ``is_tied`` says that the output head is that of the embeddings. Some programs then leave it out of the
+    ``is_tied`` says that the output head is tied to the embeddings. Some programs then leave it out of the
     shards and not out of the index, and libraries load such folders.
 
     Raises:

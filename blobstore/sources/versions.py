@@ -38,7 +38,7 @@ class SourceVersions:
     """
 
     def __init__(self, folder: Folder | None = None) -> None:
-        """Record nothing yet; ``folder`` is the one that has all the files, if it is a folder of others."""
+        """Record nothing yet; ``folder`` is the open folder of all files, if they have one."""
         self._folder = folder
         self._versions: dict[str, FileVersion | None] = {}
 

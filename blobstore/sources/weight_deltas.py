@@ -30,7 +30,7 @@ _PIECE: Final = 2**20
 _COUNT: Final = 4
 """Bytes of a count, and of a position."""
 _MOST_UNORDERED: Final = 2**20
-"""Positions that may be in any order. Those in order differ, so a small frame does not have many of them."""
+"""The most positions that may be in any order. Ordered ones all differ, so a small frame cannot have many."""
 
 
 class Checksum(Protocol):

@@ -2,10 +2,10 @@
 
 A version is a folder ``weight_v000007``. Its index is written last, so a folder without one is not complete;
 only a single ``model.safetensors`` may stand alone, unless it looks like a change whose index is still to
-come. A full version is the folder of a model. Of a version that is a change, the files have a vector of bytes
-for each tensor that changes, and the checksums of the new tensors
-(:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is trusted: another user may write it. It is
-opened once per look, all else relative to it, and no link in it is followed.
+come. A full version is the folder of a model. The files of a change have a vector of bytes for each tensor
+that changes, and the checksums of the new tensors (:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is
+trusted: another user may write it. Each look opens the folder once and everything else relative to it, and follows no
+link in it.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _is_single_model(folder: Folder, names: set[str]) -> bool:
 
 
 class _Files(NamedTuple):
-    """What is in a folder."""
+    """The content of a folder."""
 
     names: set[str]
     nbytes: int

@@ -1,1 +1,1 @@
-"""The operation ``follow``: keeps a name equal to what another place has under a tag, or what a trainer writes."""
+"""The operation ``follow``: keeps a name equal to a tag of another place, or to what a trainer writes."""

@@ -1,4 +1,4 @@
-"""The operation ``follow``: a name becomes each version of another place, as soon as that has it.
+"""The operation ``follow``: gives a name each version of another place, as soon as it is there.
 
 The place is asked repeatedly, or delays its answer until there is another version. A version is fetched while
 the name has the former one, checked, and installed by the one rename that gives the name its manifest. So
@@ -50,7 +50,7 @@ class Followed:
     reference: Reference
     source: str
     version: str
-    """What the place calls it: the digest of a manifest, a commit, or the number of a trainer's version."""
+    """The name of it at the place: the digest of a manifest, a commit, or the number of a trainer's version."""
     digest: Digest
     """Of the manifest that the name has now."""
     previous: Digest | None
@@ -81,7 +81,7 @@ def follow(
 ) -> Iterator[Followed]:
     """Keep a name equal to what another place has, and yield each version after it is installed.
 
-    The name becomes what the place has, whatever it was before; ``restore`` undoes that. If another process gives it
+    The name gets the model of the place, whatever it had before; ``restore`` undoes that. If another process gives it
     another model while a version is fetched, the next request notices that. The iterator ends
     with ``once``, or after ``stop`` is set. Until then errors are reported, and the place is asked again
     after a pause that grows up to a minute.
@@ -233,7 +233,7 @@ class _Follower:
         )
 
     def _keep(self, label: str, digest: Digest, count: int) -> Reference | None:
-        """Give the version a tag of its own, and remove those of versions beyond ``count``; None if it is gone."""
+        """Give the version a tag of its own, and remove those beyond ``count``; return None if it is gone."""
         store, reference = self._target.store, self._target.reference
         start = f"{reference.tag}-"
         kept = Reference(*reference.parts[:3], f"{start}{label}")

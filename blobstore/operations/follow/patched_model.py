@@ -113,7 +113,7 @@ class PatchedModel:
 
     @property
     def reopen(self) -> Callable[[], PatchedModel]:
-        """Other processes would read the changes again."""
+        """Raise UsageError, because other processes would read the changes again."""
         raise UsageError("a trainer's changes are imported only by threads of this process")
 
     def check_unchanged(self) -> None:

@@ -1,4 +1,4 @@
-"""Places whose versions a name can follow: what is there now, and how it gets into the store.
+"""Places whose versions a name can follow: the version that is there now, and its way into the store.
 
 A place is asked repeatedly. An error concerns one request only; the next one may succeed.
 """
@@ -62,7 +62,7 @@ class Target:
 
 
 class Look(NamedTuple):
-    """What a place has."""
+    """The version that a place has."""
 
     version: str
     """Identifies the version: a digest, a commit or a number."""

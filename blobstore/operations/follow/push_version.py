@@ -253,7 +253,7 @@ class _Pair:
         return self._after.tensors[name].spec.nbytes
 
     def change(self, name: str) -> _Change | None:
-        """Return what changes a tensor; None if it is the same."""
+        """Return the frame that changes a tensor; None if it is the same."""
         old, new = new_buffer(self.nbytes(name)), new_buffer(self.nbytes(name))
         self._before.read(name, old)
         self._after.read(name, new)
@@ -306,7 +306,7 @@ def _write_changes(
 
 
 def _groups(pair: _Pair) -> Iterator[list[str]]:
-    """Yield the tensors that may differ, so many at a time as become one file."""
+    """Yield the tensors that may differ, in groups that become one file each."""
     group: list[str] = []
     for name in pair.names:
         if group and sum(map(pair.nbytes, (*group, name))) > _FILE_SIZE:

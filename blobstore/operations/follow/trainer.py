@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 SCHEMES: Final = ("slime:", "sglang:", "modelexpress:")
-"""What the text begins with. All three have the same form."""
+"""The schemes of the text. All three mean the same form of folder."""
 _BUFFER: Final = 2**20
 _OPEN_FILES: Final = 256
 """Files of changes that are open at once: a process may not open many more."""
@@ -113,7 +113,7 @@ class TrainerFolder(ClosedPlace):
         note.write(self._target)
 
     def _begins_again(self, note: _Note, newest: WeightVersion) -> bool:
-        """Return whether the folder has no longer the version that the name has, but an earlier or another one.
+        """Return whether the folder no longer has the version of the name, but an earlier or another one.
 
         Raises:
             DamagedSource: that version is malformed.
@@ -233,7 +233,7 @@ class _Note:
         self.first = first
         """The manifest that the trainer started from; None if that is not known."""
         self.state = state
-        """That of the version when it was taken; empty in notes of older versions."""
+        """The state of the version when it was installed; empty in notes of earlier programs."""
 
     @classmethod
     def read(cls, target: Target) -> _Note | None:

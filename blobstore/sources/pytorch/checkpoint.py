@@ -215,7 +215,7 @@ class Checkpoint:
         is_part = self._skips_unreadable or subtree not in (None, EVERYTHING)
         if not is_part:
             check_globals(container.result)
-        # Unknown objects in the other parts are inert records, which nothing looks into.
+        # Unknown objects in the other parts are inert records, which are not inspected.
         tree = find_tensors(container.result, container.pickle_size, is_part=is_part)
         choice = find_state_dict(tree, subtree)
         self._paths = [path for path, _ in tree.tensors]

@@ -76,7 +76,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
         subtree: keys, joined by dots, below which tensors are listed; by default of the whole file.
 
     Returns:
-        the parts, tensors and globals of the checkpoint; why it is refused, if it is.
+        the parts, tensors and globals of the checkpoint, and the reason if it is refused.
 
     Raises:
         SourceNotFound: the file does not exist.

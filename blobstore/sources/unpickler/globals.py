@@ -125,7 +125,7 @@ _UNREADABLE_TENSORS = (
     "_rebuild_device_tensor_from_cpu_tensor"
 )
 _PLACED = "DTensorSpec TensorMeta ShardOrderEntry"
-"""What says where the parts of a distributed tensor are."""
+"""Classes that describe where the parts of a distributed tensor are."""
 _USES: Final[Mapping[tuple[str, str], Use]] = dict(
     [
         *_names(

@@ -195,7 +195,7 @@ def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
 
 
 def _put_pairs(state: State, stack: list[Any], items: list[Any]) -> None:
-    """Put keys and values by turns into the dict on the stack."""
+    """Put alternating keys and values into the dict on the stack."""
     target = stack[-1]
     if type(target) is Record:
         target = target.entries
