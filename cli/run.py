@@ -19,7 +19,7 @@ from blobstore.core.escape import escape
 from blobstore.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.cli.output import Output
@@ -48,6 +48,19 @@ _SERVERS = {
     _LLAMA_CPP: _Server((), "llama-server", 8080),
 }
 """The first that is installed is started; llama.cpp for models from GGUF files, and no other for these."""
+_GGUF_OPTIONS = {
+    "model": "-m",
+    "projector": "--mmproj",
+    "adapter": "--lora",
+    "control vector": "--control-vector",
+    "draft model": "--model-draft",
+}
+"""The options of llama-server for files by their roles."""
+_OLLAMA_ROLES = {
+    "application/vnd.ollama.image.model": "model",
+    "application/vnd.ollama.image.projector": "projector",
+    "application/vnd.ollama.image.adapter": "adapter",
+}
 _ENCODER = re.compile(r"((?<!LMHead)Model|ForMaskedLM|Classification)$")
 """The ends of names of classes that generate no text."""
 
@@ -86,15 +99,15 @@ def command(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model = arguments.model(store, name)
-    gguf = _gguf_path(store, model)
-    if chosen is None and gguf is None:
+    gguf = _gguf_files(store, model)
+    if chosen is None and not gguf:
         _check_generates(store, model)
-    name, server = _server(chosen, is_gguf=gguf is not None)
+    name, server = _server(chosen, is_gguf=bool(gguf))
     words = [sys.executable, "-m", server.program]
     folder = None
     if name == _LLAMA_CPP:
         folder = _folder(store, model)
-        words = [shutil.which(server.program) or server.program, "-m", str(gguf)]
+        words = [shutil.which(server.program) or server.program, *_gguf_words(model, gguf)]
     elif name == "transformers":
         folder = _folder(store, model)
         words += ["serve", str(folder)]
@@ -165,20 +178,42 @@ def _link_if_needed(store: LocalStore, model: Reference, folder: Path, server: s
         )
 
 
-def _gguf_path(store: LocalStore, model: Reference) -> Path | None:
-    """Return the GGUF file of a model: the blob of Ollama's, or that in the folder of links; None for others."""
+def _gguf_files(store: LocalStore, model: Reference) -> dict[str, list[Path]]:
+    """Return the GGUF files of a model by their roles: blobs of Ollama's, or files in the folder of links.
+
+    Other models have none.
+    """
     from pathlib import Path
 
-    from blobstore.manifests.media_types import MODEL
-    from blobstore.models.source_layers import read_source_record
+    from blobstore.manifests import media_types
+    from blobstore.models.source_layers import gguf_roles, read_source_record
 
+    found: dict[str, list[Path]] = {}
     manifest = store.resolve(model)  # an error of ours is clearer than one of the server
-    for layer in manifest.layers_of(MODEL):
-        return Path(store.blob_path(layer.digest))
-    record = read_source_record(store, manifest)
-    names = sorted(file.name for file in record.files if file.format == "gguf") if record else []
-    name = next((name for name in names if not name.startswith("mmproj")), None)
-    return None if name is None else _folder(store, model) / name
+    for layer in manifest.layers_of(*media_types.GGUF):
+        role = _OLLAMA_ROLES[layer.media_type]
+        found.setdefault(role, []).append(Path(store.blob_path(layer.digest)))
+    if not found:
+        for name, role in gguf_roles(read_source_record(store, manifest)).items():
+            found.setdefault(role, []).append(_folder(store, model) / name)
+    return found
+
+
+def _gguf_words(model: Reference, files: Mapping[str, Sequence[Path]]) -> Iterator[str]:
+    """Yield the words for the GGUF files of a model: of one in parts, the first part."""
+    if "model" not in files:
+        (role, (path, *_)), *_ = files.items()
+        raise UsageError(
+            f"{model} has no model to serve: the role of {path.name} is {role}",
+            advice="import it together with its model, from a folder that has both",
+        )
+    for role, option in _GGUF_OPTIONS.items():
+        paths = files.get(role, ())
+        for path in paths if role == "adapter" else paths[:1]:
+            yield from (option, str(path))
+    if drafts := files.get("draft model"):
+        kind = "eagle3" if "eagle3" in drafts[0].name.lower() else "mtp"
+        yield from ("--spec-type", f"draft-{kind}")
 
 
 def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:

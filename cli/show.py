@@ -251,7 +251,7 @@ def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[s
 def _show_source(name: Reference | str, source: SourceRecord | None, out: Output) -> None:
     if source is None:
         raise NotFound(f"model {name} does not say what it was imported from; import it again")
-    files = output.records(source.files, "name format bytes=size")
+    files = output.records(source.files, "name format role bytes=size")
     for file, shown in zip(source.files, files, strict=True):
         shown["sha256"] = file.sha256.hex if file.sha256 else None
     fields = "kind repository commit options converted=is_converted"
@@ -267,7 +267,7 @@ def _source_as_text(name: Reference | str, source: SourceRecord) -> Iterator[str
     rows = [
         (
             render.cell(file.name),
-            file.format,
+            render.cell(f"{file.format} {file.role}".rstrip()),
             render.human_bytes(file.size),
             file.sha256.short if file.sha256 else "-",
         )

@@ -9,6 +9,7 @@ from blobstore.cli import output, render
 from blobstore.core.escape import escape
 from blobstore.gguf.file import read_file_header
 from blobstore.gguf.header import GgufArray
+from blobstore.gguf.roles import role_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,6 +29,7 @@ def show_gguf(path: Path, choose: Callable[[Collection[str]], set[str]], out: Ou
         SourceError: it cannot be read.
     """
     header = read_file_header(path)
+    role = role_of(header.metadata, len(header.tensors), path.name)
     chosen = choose(header.tensors)
     tensors = [tensor for tensor in header.tensors.values() if tensor.name in chosen]
     size = sum(tensor.size for tensor in tensors)
@@ -43,7 +45,8 @@ def show_gguf(path: Path, choose: Callable[[Collection[str]], set[str]], out: Ou
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     part = "" if len(tensors) == len(header.tensors) else f"{len(tensors):,} of "
     total = (
-        f"{escape(str(path))}: GGUF {header.version}, {escape(header.architecture or 'no architecture')}, "
+        f"{escape(str(path))}: GGUF {header.version}, {role}, "
+        f"{escape(header.architecture or 'no architecture')}, "
         f"{part}{render.count_of(len(header.tensors), 'tensor')}, "
         f"{render.human_count(parameters)} parameters, {render.human_bytes(size)}"
     )
@@ -54,6 +57,7 @@ def show_gguf(path: Path, choose: Callable[[Collection[str]], set[str]], out: Ou
     data = {
         "source": path,
         "kind": "gguf",
+        "role": role,
         "version": header.version,
         "bytes": size,
         "tensors": output.records(tensors, "name type=type_name shape offset=begin bytes=size"),

@@ -57,6 +57,8 @@ class RecordedFile(NamedTuple):
     """The digest of the whole file, if the Hub lists it."""
     gaps: tuple[Gap, ...] = ()
     """Bytes of a GGUF file between and behind its tensors; zeros between them are left out."""
+    role: str = ""
+    """What a GGUF file is for, such as ``model`` or ``projector``; empty for other files."""
 
     def __repr__(self) -> str:
         return f"<RecordedFile {quote(self.name)}: {self.format}, {self.size} bytes>"
@@ -108,6 +110,7 @@ class SourceRecord:
         files = [
             {"name": file.name, "format": file.format, "size": file.size, "held": len(file.start)}
             | ({"sha256": file.sha256.hex} if file.sha256 else {})
+            | ({"role": file.role} if file.role else {})
             for file in self.files
         ]
         value = {
@@ -149,7 +152,9 @@ class SourceRecord:
             start = data[offset : offset + held]
             offset += held
             digest = Digest.parse(f"sha256:{file['sha256']}") if "sha256" in file else None
-            recorded = RecordedFile(file["name"], file["format"], file["size"], start, digest)
+            recorded = RecordedFile(
+                file["name"], file["format"], file["size"], start, digest, role=file.get("role", "")
+            )
             if len(start) < held or files.setdefault(recorded.name, recorded) is not recorded:
                 raise BlobDamaged(f"$.files: {quote(recorded.name)} occurs twice, or has no data")
         stored_names, left_out, gaps = _parsed_rest(data[offset:])
@@ -179,6 +184,9 @@ def _checked_file(index: int, value: Any) -> int:
         raise BlobDamaged(f"{place}.format: expected one of {', '.join(_FORMATS)}")
     if not (type(size) is type(held) is int and 0 <= held <= size <= MAX_SIZE):
         raise BlobDamaged(f"{place}: expected sizes in bytes with held <= size")
+    role = value.get("role", "")
+    if not isinstance(role, str) or len(role) > 255 or not role.isprintable():  # noqa: PLR2004
+        raise BlobDamaged(f"{place}.role: expected a short text, got {quote(role)}")
     if {"index": held != size, "pytorch": held != 0}.get(value["format"]):
         raise BlobDamaged(f"{place}.held: {held} of {size} bytes do not fit the format")
     try:

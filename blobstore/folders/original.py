@@ -7,6 +7,7 @@ the blobs have it, with its own name, type and shape. So a forged layer cannot e
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
@@ -211,9 +212,12 @@ def _plan_layout(
             f"{place}: it holds {len(file.start)} bytes of a header of {layout.data_start}"
         )
     folder, slash, _ = file.name.rpartition("/")
+    # A companion of a model has such names if they are those of the model's tensors without them.
+    prefixes = (f"{PurePosixPath(file.name).stem}/", folder + slash, "")
     offsets: dict[str, int] = {}
     for name, (local, begin, end) in layout.tensors.items():
-        spec = local._replace(name=folder + slash + name)
+        prefix = next((it for it in prefixes if it + name in places), "")
+        spec = local._replace(name=prefix + name)
         found = places.pop(spec.name, None)
         if found is None or found.spec[1:] != spec[1:]:
             raise BlobDamaged(

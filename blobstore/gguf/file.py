@@ -28,8 +28,8 @@ def is_gguf(path: Path, opener: Opener = open_regular) -> bool:
         os.close(descriptor)
 
 
-def read_file_header(path: Path) -> GgufHeader:
-    """Read and check the header of a file.
+def read_file_header(path: Path, opener: Opener = open_regular) -> GgufHeader:
+    """Read and check the header of a file, which ``opener`` opens.
 
     Raises:
         InvalidGguf: the file breaks the format, or ends too early.
@@ -37,7 +37,7 @@ def read_file_header(path: Path) -> GgufHeader:
         SourceError: it cannot be read.
     """
     try:
-        descriptor, size = open_regular(path)
+        descriptor, size = opener(path)
         try:
             return read_header(
                 lambda begin, end: read_exactly(descriptor, end - begin, begin), size

@@ -10,6 +10,7 @@ Nothing is allocated for a number in the file. Arrays are decoded when they are 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from dataclasses import dataclass
@@ -198,6 +199,23 @@ def read_header(read: Callable[[int, int], Buffer], size: int) -> GgufHeader:
             wanted = min(size, max(2 * len(data), short.end), MAX_HEADER)
 
 
+def parse_start(data: bytes) -> tuple[dict[str, Value], int]:
+    """Return the metadata that the first bytes of a file have, and the number of its tensors.
+
+    Raises:
+        InvalidGguf: the file breaks the format before ``data`` ends.
+    """
+    metadata: dict[str, Value] = {}
+    tensors = 0
+    parser = _Parser(data, len(data))
+    with contextlib.suppress(_Short):
+        _, tensors, count = parser.counts()
+        for _ in range(count):
+            key, value = parser.pair()
+            metadata[key] = value
+    return metadata, tensors
+
+
 def parse_header(data: bytes, size: int) -> GgufHeader:
     """Return the header of a file of ``size`` bytes that begins with ``data``.
 
@@ -225,13 +243,13 @@ class _Parser:
         self._at = 0
 
     def header(self) -> GgufHeader:
-        version, tensor_count, value_count = self._counts()
+        version, tensor_count, value_count = self.counts()
         metadata: dict[str, Value] = {}
         for _ in range(value_count):
-            key = self._key()
+            key, value = self.pair()
             if key in metadata:
                 raise InvalidGguf(f"the key {quote(key)} occurs twice")
-            metadata[key] = self._value(key)
+            metadata[key] = value
         alignment = _alignment(metadata)
         listed: dict[str, tuple[int, tuple[int, ...], int]] = {}
         for _ in range(tensor_count):
@@ -244,7 +262,13 @@ class _Parser:
         tensors = _placed(listed, start, alignment, self._size)
         return GgufHeader(version, metadata, tensors, alignment, start)
 
-    def _counts(self) -> tuple[int, int, int]:
+    def pair(self) -> tuple[str, Value]:
+        """Return the next key and its value."""
+        key = self._text(_MAX_KEY, "a key")
+        return key, self._value(key)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the version, and the numbers of tensors and of values."""
         start = self._take(8, "the version")
         if bytes(start[:4]) != MAGIC:
             raise InvalidGguf("not a GGUF file: it does not begin with 'GGUF'")
@@ -296,9 +320,6 @@ class _Parser:
             return str(self._take(size, what), "utf-8")
         except UnicodeDecodeError:
             raise InvalidGguf(f"{what} at byte {begin} is not UTF-8") from None
-
-    def _key(self) -> str:
-        return self._text(_MAX_KEY, "a key")
 
     def _value(self, key: str) -> Value:
         what = f"the value of {quote(key)}"

@@ -14,6 +14,7 @@ from blobstore.gguf.config import config_of
 from blobstore.gguf.header import InvalidGguf
 from blobstore.gguf.header import parse_header as parse_gguf
 from blobstore.gguf.header import read_header as read_gguf
+from blobstore.gguf.roles import role_of_name
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
 from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
@@ -80,7 +81,15 @@ def read_source_record(store: BlobDescriber, manifest: Manifest) -> SourceRecord
 
 def is_from_gguf(record: SourceRecord | None) -> bool:
     """Return whether a model was imported from GGUF files."""
-    return record is not None and any(file.format == "gguf" for file in record.files)
+    return bool(gguf_roles(record))
+
+
+def gguf_roles(record: SourceRecord | None) -> dict[str, str]:
+    """Return the roles of the GGUF files that a model was imported from, by name; the model's own first."""
+    files = [it for it in (record.files if record is not None else ()) if it.format == "gguf"]
+    # Records of earlier versions have no roles.
+    roles = {file.name: file.role or role_of_name(file.name) for file in files}
+    return dict(sorted(roles.items(), key=lambda item: (item[1] != "model", item[0])))
 
 
 def gguf_config(record: SourceRecord | None) -> dict[str, Any]:
@@ -112,11 +121,11 @@ def _read(store: ModelInspector, layer: Descriptor, begin: int, end: int) -> byt
 
 
 def _recorded_header(record: SourceRecord | None) -> GgufHeader | None:
-    """Return the header of the first GGUF file; those of projectors do not count."""
-    for file in record.files if record is not None else ():
-        if file.format == "gguf" and not file.name.rpartition("/")[2].startswith("mm"):
-            with contextlib.suppress(InvalidGguf):
-                return parse_gguf(file.start, file.size)
+    """Return the header of the first GGUF file; those of companions count if there is no model."""
+    files = {file.name: file for file in (record.files if record is not None else ())}
+    for name in gguf_roles(record):
+        with contextlib.suppress(InvalidGguf):
+            return parse_gguf(files[name].start, files[name].size)
     return None
 
 

@@ -7,15 +7,18 @@ arrives, they are those of the upstream.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from blobstore.core import strict_json
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.front_matter import front_matter
 from blobstore.models.model_card import CONFIG, decoded_config, small_texts
+from blobstore.models.source_layers import gguf_roles, read_source_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -73,6 +76,8 @@ class Description:
     config: Mapping[str, Any] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
     """Values in safetensors files, by their types."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What GGUF files are for, by name."""
 
     @classmethod
     def of(
@@ -145,12 +150,16 @@ def describe(
     names = {layer.name for layer in manifest.layers if layer.name}
     is_gguf = manifest.layers_of(*media_types.GGUF) or (CONFIG in texts and CONFIG not in names)
     names.add("weights.gguf" if is_gguf else "weights.safetensors")
-    return Description.of(
+    found = Description.of(
         front_matter(texts.get(_CARD, "")),
         decoded_config(texts, CONFIG),
         names,
         _parameters(files or {}),
     )
+    if any(name.lower().endswith(".gguf") for name in files or ()):
+        with contextlib.suppress(BlobstoreError):
+            return replace(found, roles=gguf_roles(read_source_record(store, manifest)))
+    return found
 
 
 def _parameters(files: Mapping[str, Content]) -> Counter[str]:

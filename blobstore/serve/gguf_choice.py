@@ -6,9 +6,9 @@ own address. These clients are recognized because they accept only JSON for a ma
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from blobstore.gguf.roles import USUAL, best, has_quantization, role_of_name
 from blobstore.manifests.reference import DEFAULT_TAG
 from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.refusal import API_VERSION, error_response
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.visible import Visible
 
-_USUAL: Final = "Q4_K_M"
-"""The default quantization, if the repository has it."""
-
 
 def wants_gguf(request: Request) -> bool:
     """Return whether a request for a manifest asks for the name of a GGUF file."""
@@ -33,27 +30,25 @@ def wants_gguf(request: Request) -> bool:
 def gguf_choice(repository: Reference, quantization: str, library: Visible) -> Response:
     """Return the GGUF file of a repository that has a quantization. Raises NotPrepared."""
     model = library.model(repository, with_digests=True)
-    names = [name for name in model.files if name.endswith(".gguf")] if model else []
-    main = _chosen([name for name in names if not _is_projector(name)], quantization)
+    roles: dict[str, str] = {}
+    if model is not None:
+        names = [name for name in model.files if name.lower().endswith(".gguf")]
+        roles = {name: model.description.roles.get(name) or role_of_name(name) for name in names}
+    main = _chosen([name for name, role in roles.items() if role == "model"], quantization)
     if model is None or main is None:
         message = "the model has no GGUF file of this quantization"
         return error_response(404, "MANIFEST_UNKNOWN", message)
     value = {"schemaVersion": 2, "mediaType": JSON, "ggufFile": _described(model, main)}
-    if projector := next(filter(_is_projector, names), None):
-        value["mmprojFile"] = _described(model, projector)
+    if projectors := [name for name, role in roles.items() if role == "projector"]:
+        value["mmprojFile"] = _described(model, best(projectors, quantization.upper()))
     return json_response(value, headers=API_VERSION)
 
 
 def _chosen(names: Sequence[str], quantization: str) -> str | None:
     """Return the first file of a quantization: of a model in parts, that is the first part."""
     if quantization == DEFAULT_TAG:
-        return _chosen(names, _USUAL) or next(iter(names), None)
-    label = rf"(?<![A-Za-z0-9]){re.escape(quantization)}(?![A-Za-z0-9_])"
-    return next((name for name in names if re.search(label, name, re.IGNORECASE)), None)
-
-
-def _is_projector(name: str) -> bool:
-    return "mmproj" in name.rpartition("/")[2].lower()
+        return _chosen(names, USUAL) or next(iter(names), None)
+    return next((name for name in names if has_quantization(name, quantization)), None)
 
 
 def _described(model: ServedModel, name: str) -> dict[str, Any]:

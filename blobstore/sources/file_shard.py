@@ -58,6 +58,8 @@ class FileShard(ABC):
     notices: Sequence[str] = ()
     gaps: tuple[Gap, ...] = ()
     """Bytes that are neither in the header nor in tensors; short zeros between tensors are left out."""
+    role: str = ""
+    """What the file is for, if the format says it."""
 
     def __init__(self, path: Path, opener: Opener = open_regular) -> None:
         """Open a file and check its header and size.

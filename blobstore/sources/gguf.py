@@ -7,12 +7,15 @@ tensors are kept unless they are zeros, and so are those behind them.
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, shell_word
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.gguf.header import InvalidGguf, parse_header, read_header
 from blobstore.gguf.layout import file_layout
+from blobstore.gguf.roles import role_of
 from blobstore.manifests.source_record import Gap
 from blobstore.sources.file_shard import FileShard
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 GGUF = ".gguf"
 """The ending of the files."""
+_PIECE = re.compile(r"(.+\.gguf)[-._](part|split)[-_]?\w+", re.IGNORECASE)
 _MAX_TAIL = 16 << 20
 """Bytes of a file between and behind its tensors that a source layer may hold."""
 
@@ -38,6 +42,7 @@ class GgufShard(FileShard):
         """See :class:`FileShard`."""
         self.parsed = read_header(self.read_range, size)
         layout = file_layout(self.parsed)
+        self.role = role_of(self.parsed.metadata, len(self.parsed.tensors), self.path.name)
         self.gaps = self._read_gaps(layout, size)
         return layout
 
@@ -72,6 +77,22 @@ class GgufShard(FileShard):
         for name, tensor in self.parsed.tensors.items():
             if tensor.type is not None and tensor.type.weights > 1:
                 yield name, tensor.type.name
+
+
+def check_no_piece(path: PurePath | str) -> None:
+    """Check that a file is none of those that were cut off at any byte, as ``split`` does.
+
+    Raises:
+        UnsupportedSource: its name says that it is one.
+    """
+    if (piece := _PIECE.fullmatch(PurePath(path).name)) is None:
+        return
+    whole = PurePath(path).with_name(piece[1])
+    raise UnsupportedSource(
+        f"{quote(path)} is a piece of a GGUF file",
+        advice=f"join all pieces in order with 'cat {shell_word(f'{whole}{piece[0][len(piece[1])]}{piece[2]}')}* > "
+        f"{shell_word(str(whole))}', and import that",
+    )
 
 
 def check_complete(shards: Iterable[GgufShard]) -> None:

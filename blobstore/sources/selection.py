@@ -21,7 +21,8 @@ from blobstore.errors import BlobstoreError, DamagedSource, SourceError, Unsuppo
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.formats import format_of_name
-from blobstore.sources.gguf import GGUF
+from blobstore.sources.gguf import GGUF, check_no_piece
+from blobstore.sources.gguf_models import choose_gguf
 from blobstore.sources.safetensors import SAFETENSORS
 from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, read_weight_map
 from blobstore.sources.small_files import (
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 DATA_FILE: Final = ".distcp"
 """Ending of the data files of ``torch.distributed.checkpoint``."""
-_GGUF_PROJECTORS: Final = ("mmproj-", "mtp-")
-"""Starts of the names of GGUF files that belong to a model next to them: a projector, heads for more tokens."""
-_GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf", re.ASCII)
 _T = TypeVar("_T")
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
@@ -247,8 +245,10 @@ def _select_weights(
 ) -> None:
     """Add the weights of one component."""
     weights, names = options.weights, _weight_files(tree, folder, options)
-    if weights is None and names and names[0].endswith(GGUF):
-        index, chosen = None, _choose_gguf(tree, folder, names)
+    index: str | None = None
+    chosen: Sequence[str] = _gguf_files(tree, folder, names, options, selection.notices)
+    if chosen:  # and notices say which others are left out
+        names = [name for name in names if not name.endswith(GGUF)]
     else:
         index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
@@ -281,6 +281,20 @@ def _select_weights(
 def _weight_map(tree: FileTree, index: str) -> dict[str, str]:
     """Return what an index says. Raises as :meth:`FileTree.document` and :func:`read_weight_map`."""
     return read_weight_map(tree.document(index, MAX_SMALL_FILE), tree.versions.open)
+
+
+def _gguf_files(
+    tree: FileTree,
+    folder: str,
+    names: Sequence[str],
+    options: SourceOptions,
+    notices: list[str],
+) -> list[str]:
+    """Return the GGUF files to read, if there are no other weights or none that the pattern matches."""
+    others = [name for name in names if not name.endswith(GGUF)]
+    if options.weights is not None:
+        others = [name for name in others if glob_matches(name, options.weights)]
+    return [] if others else choose_gguf(tree, folder, options.weights, options.keep, notices)
 
 
 def _unfollowed_indexes(
@@ -379,20 +393,6 @@ def _is_of_earlier_step(name: str, names: Sequence[str]) -> bool:
     return _ADAPTERS in names and _ADAPTERS_OF_STEP.fullmatch(name) is not None
 
 
-def _choose_gguf(tree: FileTree, folder: str, names: Sequence[str]) -> Sequence[str]:
-    """Return the GGUF files of a model: one, or all parts of one, and those of its projectors."""
-    models = [name for name in names if not name.startswith(_GGUF_PROJECTORS)]
-    sets = {_GGUF_PART.sub("", name) for name in models}
-    others = [name for name in names if name not in models]
-    kinds = {name.partition("-")[0] for name in others}
-    if len(sets) > 1 or len(kinds) < len(others):
-        raise SourceError(
-            f"{tree.label(folder)} has several GGUF files ({join_some([*map(quote, names)], 5)}); choose "
-            "with --weights PATTERN"
-        )
-    return names
-
-
 def _choose_by(
     tree: FileTree, folder: str, weights: str, indexes: Sequence[str], names: Sequence[str]
 ) -> tuple[str | None, Sequence[str]]:
@@ -474,6 +474,7 @@ def _no_weights(tree: FileTree, weights: str | None) -> SourceError:
         return SourceError(f"no file in {tree.label()} matches --weights {quote(weights)}")
     names = [*tree.files_below()]
     for name in names:
+        check_no_piece(tree.root / name)
         if what := format_of_name(name):
             return UnsupportedSource(
                 f"{tree.label()} has no weights that can be read, but {quote(name)}, {what}; use a "

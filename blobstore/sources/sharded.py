@@ -17,11 +17,12 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.gguf.file import is_gguf
+from blobstore.gguf.roles import COMPANIONS
 from blobstore.manifests.source_record import RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.file_shard import FileShard
 from blobstore.sources.formats import INSTEAD, format_of_name
-from blobstore.sources.gguf import GgufShard, check_complete
+from blobstore.sources.gguf import GgufShard, check_complete, check_no_piece
 from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
@@ -86,6 +87,7 @@ class ShardSet:
         Raises:
             DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
+        check_no_piece(path)
         self.versions.record(path)
         kind = _BY_ENDING.get(path.suffix)
         if kind is None and is_gguf(path, self.versions.open):
@@ -99,6 +101,8 @@ class ShardSet:
         else:
             self._check_no_parts(path)
             shard = self._shards[path] = file = kind(path, self.versions.open)
+            if file.role in COMPANIONS and not self.specs.keys().isdisjoint(file.specs):
+                prefix += f"{path.stem}/"  # heads for more tokens have names of the model's tensors
             self.block_types.update((prefix + name, blocks) for name, blocks in file.block_types())
         if isinstance(shard, SafetensorsShard):
             self.metadata[path] = shard.metadata
@@ -195,7 +199,7 @@ class ShardSet:
             size = shard.version().size
             if isinstance(shard, FileShard):
                 yield RecordedFile(
-                    name_of(path), shard.format, size, shard.header(), None, shard.gaps
+                    name_of(path), shard.format, size, shard.header(), None, shard.gaps, shard.role
                 )
             else:
                 yield RecordedFile(name_of(path), "pytorch", size, b"")

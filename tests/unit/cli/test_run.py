@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.support.gguf_files import gguf_file
+from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.unit.cli.running import run, run_process
 
 needs_server = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
@@ -104,6 +104,35 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
     assert run_process("run", "tiny", **variables).returncode == 0
     result = run("run", "tiny", "--with", "mlx-lm", exit_code=2)
     assert "llama.cpp serves models from GGUF files" in result.stderr
+
+
+def test_llama_cpp_gets_an_option_for_each_role(store: LocalStore, tmp_path: Path) -> None:
+    kinds = {
+        "x-Q8_0.gguf": ("llama", "model"),
+        "vision.gguf": ("clip", "mmproj"),
+        "one.gguf": ("llama", "adapter"),
+        "two.gguf": ("llama", "adapter"),
+        "steer.gguf": ("controlvector", "model"),
+        "mtp.gguf": ("gemma4-assistant", "model"),
+    }
+    (tmp_path / "in").mkdir()
+    for number, (name, (architecture, kind)) in enumerate(kinds.items()):
+        values = [("general.architecture", TEXT, text(architecture))]
+        values.append(("general.type", TEXT, text(kind)))
+        content = gguf_file(values, [(f"t{number}", 0, [4], bytes(16))])
+        (tmp_path / "in" / name).write_bytes(content)
+    run("create", tmp_path / "in", "x")
+    # What is under test is which words the program gets.
+    variables = install_llama_server(tmp_path, 'echo "$@"')
+    words = run_process("run", "x", **variables).stdout.decode().split()
+    shown = [word.rpartition("/")[2] for word in words]
+    assert " ".join(shown) == (
+        "-m x-Q8_0.gguf --mmproj vision.gguf --lora one.gguf --lora two.gguf "
+        "--control-vector steer.gguf --model-draft mtp.gguf --spec-type draft-mtp"
+    )
+    run("create", tmp_path / "in" / "vision.gguf", "vision")
+    refused = run_process("run", "vision", **variables)
+    assert b"no model to serve: the role of vision.gguf is projector" in refused.stderr
 
 
 def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(

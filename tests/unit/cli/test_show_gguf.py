@@ -32,7 +32,7 @@ def test_lists_the_tensors_and_the_metadata(path: Path) -> None:
         ["a.weight", "Q4_K", "[2,", "256]", "288", "B"],
         ["b", "F32", "[3]", "12", "B"],
     ]
-    assert total == f"{path}: GGUF 3, llama, 2 tensors, 515 parameters, 300 B"
+    assert total == f"{path}: GGUF 3, model, llama, 2 tensors, 515 parameters, 300 B"
     assert architecture == "  general.architecture = llama"
     assert blocks == "  llama.block_count = 7"
     assert tokens == "  tokens = 2 values of type string"
@@ -52,6 +52,7 @@ def test_prints_json(path: Path) -> None:
     assert found == {
         "source": str(path),
         "kind": "gguf",
+        "role": "model",
         "version": 3,
         "bytes": 12,
         "metadata": {

@@ -11,6 +11,7 @@ from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
 from blobstore.serve.gguf_choice import _chosen
 from blobstore.serve.library import Library
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.ollama_store import GGUF_FILE, add_gguf_model
@@ -68,6 +69,16 @@ def test_a_file_is_named_with_its_digest(store: LocalStore, tmp_path: Path) -> N
     # A quantization is no tag: it has no manifest, and no revision of the Hub has its name.
     assert ask(library, target.format("Q8_0"), headers={"accept": "*/*"}).status == 404
     assert ask(library, "/api/models/team/Chat-GGUF/revision/Q8_0").status == 404
+
+
+def test_the_header_says_which_file_is_the_projector(store: LocalStore, tmp_path: Path) -> None:
+    for name, kind in (("a.gguf", "mmproj"), ("b.gguf", "model")):
+        data = gguf_file([("general.type", TEXT, text(kind))], [(kind, 0, (1,), bytes(4))])
+        (tmp_path / name).write_bytes(data)
+    create(tmp_path, "vision", store=store, source_options=SourceOptions(weights="?.gguf"))
+    found = json_of(ask(Library(store), "/v2/library/vision/manifests/latest", headers=JSON))
+    assert found["ggufFile"]["rfilename"] == "b.gguf"
+    assert found["mmprojFile"]["rfilename"] == "a.gguf"
 
 
 def test_a_projector_comes_with_the_file(store: LocalStore) -> None:

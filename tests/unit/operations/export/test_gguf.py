@@ -14,7 +14,6 @@ from blobstore.errors import (
     BlobDamaged,
     BlobstoreError,
     DamagedSource,
-    SourceError,
     UnsupportedSource,
 )
 from blobstore.folders.original import plan_original
@@ -32,7 +31,6 @@ from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.quantization.formats import GGUF_TYPES
-from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.readers.gguf_models import read_files
 from tests.support.gguf_files import TEXT, U32, Tensor, gguf_file, text
@@ -219,19 +217,6 @@ def test_a_projector_is_imported_with_its_model(
     create(folder, "x", store=store)
     assert exported(store, "x", out) == files
     assert describe_model("x", store=store).architecture == "llama"
-
-
-def test_one_of_several_quantizations_has_to_be_chosen(
-    tmp_path: Path, store: LocalStore, out: Path
-) -> None:
-    folder = tmp_path / "many"
-    content = gguf_file([ARCHITECTURE], [tensor("a", 8)])
-    write(folder / "m-Q8_0.gguf", content)
-    write(folder / "m-Q4_0.gguf", gguf_file([ARCHITECTURE], [tensor("a", 2)]))
-    with pytest.raises(SourceError, match="several GGUF files .*; choose with --weights PATTERN"):
-        create(folder, "x", store=store)
-    create(folder, "x", store=store, source_options=SourceOptions(weights="*Q8_0*"))
-    assert exported(store, "x", out) == {"m-Q8_0.gguf": content}
 
 
 def test_a_header_says_what_a_config_would(tmp_path: Path, store: LocalStore) -> None:
