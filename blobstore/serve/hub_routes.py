@@ -8,11 +8,12 @@ would be answered as another question. Only then a name is looked up.
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
-from blobstore.serve.messages import JSON, json_response
+from blobstore.serve.messages import JSON, failure
 from blobstore.serve.names import MAIN
 from blobstore.serve.refusal import Refused
 from blobstore.serve.targets import InvalidTarget
@@ -152,10 +153,8 @@ def body_type(request: Request) -> str:
 
 def _refused(status: int, message: str, methods: Sequence[str] = ()) -> Refused:
     """Return the refusal of a request that is not understood."""
-    headers = {"X-Error-Message": message}
-    if status == 405:  # noqa: PLR2004 - method not allowed
-        headers["Allow"] = ", ".join(methods)
-    return Refused(json_response({"error": message}, status, headers))
+    is_method = status == HTTPStatus.METHOD_NOT_ALLOWED
+    return Refused(failure(message, status, {"Allow": ", ".join(methods)} if is_method else {}))
 
 
 def _is_name(parts: Sequence[str]) -> bool:

@@ -157,6 +157,12 @@ def json_response(
     return bytes_response(data, status, headers, media_type)
 
 
+def failure(message: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an error as clients of the Hub read it. Its header has the message, in ASCII."""
+    shown = message.encode("ascii", "backslashreplace").decode()
+    return json_response({"error": message}, status, {"X-Error-Message": shown, **(headers or {})})
+
+
 def bytes_response(
     data: bytes,
     status: int = 200,

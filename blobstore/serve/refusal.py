@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core.limits import Crowded
 from blobstore.errors import StoreError
-from blobstore.serve.messages import json_response
+from blobstore.serve.messages import failure, json_response
 
 if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
@@ -89,12 +89,8 @@ def refusal_response(refusal: Refusal, *, is_registry: bool, reads_tokens: bool)
         if refusal.is_of_repository:
             code = "NAME_UNKNOWN"
         return error_response(refusal.status, code, refusal.message)
-    headers = {"X-Error-Message": refusal.message}
-    if refusal.code:
-        headers["X-Error-Code"] = refusal.code
-    if refusal.commit:
-        headers["X-Repo-Commit"] = refusal.commit
-    return json_response({"error": refusal.message}, refusal.status, headers)
+    headers = {"X-Error-Code": refusal.code, "X-Repo-Commit": refusal.commit}
+    return failure(refusal.message, refusal.status, {one: it for one, it in headers.items() if it})
 
 
 def unauthorized(message: str, *, is_registry: bool, code: str = "") -> Response:
@@ -104,8 +100,8 @@ def unauthorized(message: str, *, is_registry: bool, code: str = "") -> Response
     if is_registry:
         return error_response(401, "UNAUTHORIZED", message, headers)
     if code:
-        headers |= {"X-Error-Code": code, "X-Error-Message": message}
-    return json_response({"error": message}, 401, headers)
+        headers["X-Error-Code"] = code
+    return failure(message, 401, headers)
 
 
 def error_response(

@@ -25,7 +25,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
-from blobstore.serve.messages import PEER, Request, Response, json_response, without_body
+from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared, OnlyHere
@@ -337,7 +337,7 @@ class Server:
             else:
                 return response
         message = "the model cannot be read; the log of the server says why"
-        return json_response({"error": message}, 500, {"X-Error-Message": message})
+        return failure(message, 500)
 
     async def _awaited(self, request: Request, response: Response, answer: Answer) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
@@ -517,9 +517,7 @@ def _again(request: Request) -> Request:
 
 
 def _busy(why: str = "the model is being prepared") -> Response:
-    return json_response(
-        {"error": f"{why}; ask again in a moment"}, 503, {"Retry-After": _RETRY_AFTER}
-    )
+    return failure(f"{why}; ask again in a moment", 503, {"Retry-After": _RETRY_AFTER})
 
 
 def _named(response: Response) -> dict[str, str]:

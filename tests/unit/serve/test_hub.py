@@ -195,6 +195,9 @@ def test_fields_of_a_query_that_would_change_the_answer_are_understood_or_refuse
         "/api/models/org/model/tree/main?recursive=yes",
         "/api/models/org/model/refs?kind=tags",
         "/api/models/org/model/commits/main?author=me",
+        f"/api/models/org/model?{'x' * 500}",
+        "/api/models/org/model?%C3%A9=1",
+        f"/api/models?sort={'%F0%9F%98%80' * 300}",
     ):
         assert ask(library, target).status == 400, target
     assert ask(library, "/org/model/resolve/main/config.json?download=true").status == 200
