@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.errors import UsageError
-from blobstore.serve.messages import json_response
+from blobstore.serve.messages import failure
 from blobstore.serve.refusal import Refused, unauthorized
 
 if TYPE_CHECKING:
@@ -39,9 +38,10 @@ class Client(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rules of a server. Without tokens, everyone who reaches it may read."""
+    """The rules of a server."""
 
-    tokens: Sequence[bytes] = ()
+    tokens: Sequence[bytes] | None = None
+    """None means that everyone who reaches it may read."""
     hosts: Sequence[str] | None = None
     """The host names that a request may be for, besides addresses of this machine; None means any."""
 
@@ -49,15 +49,15 @@ class Access:
         """Return the client. Raises Refused for a request that must not be answered."""
         client = Client(bool(_presented(request)), self.upstream_token(request))
         is_known = self.hosts is None or self._is_known(request.headers.get("host", ""))
-        if self.tokens and self._without_own(request) is None:
+        if self._without_own(request) is None:
             message = "this server needs a token"
             raise Refused(unauthorized(message, is_registry=target.is_of_registry))
         if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
-            raise Refused(json_response({"error": "another site has caused this request"}, 403))
+            raise Refused(failure("another site has caused this request", 403))
         if not is_known:
             # DNS rebinding makes such requests: a page of another site would read what this machine serves.
             message = "this server does not answer for this host name"
-            raise Refused(json_response({"error": message}, 421))
+            raise Refused(failure(message, 421))
         return client
 
     def upstream_token(self, request: Request) -> str:
@@ -65,19 +65,20 @@ class Access:
 
         If this server has tokens of its own, that of the upstream follows one of them and a colon.
         """
-        token = (self._without_own(request) if self.tokens else _presented(request)) or b""
-        text = token.decode("latin-1")
+        text = (self._without_own(request) or b"").decode("latin-1")
         return text if _HEADER.fullmatch(text) else ""
 
     def _without_own(self, request: Request) -> bytes | None:
-        """Return the rest of a request's token after one of this server; None if it begins with none of them."""
+        """Return the rest of a request's token after one of this server, all of it if that has none; None if it begins with none of them."""
         given = _presented(request)
+        if self.tokens is None:
+            return given
         # All are compared, so that the time says nothing about which one is near.
         if sum(hmac.compare_digest(given, known) for known in self.tokens):
             return b""
         starts = [known + b":" for known in self.tokens]
-        found = [one for one in starts if hmac.compare_digest(given[: len(one)], one)]
-        return given[len(found[0]) :] if found else None
+        found = [len(one) for one in starts if hmac.compare_digest(given[: len(one)], one)]
+        return given[max(found) :] if found else None  # a token may begin with another one
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
@@ -103,25 +104,23 @@ def _presented(request: Request) -> bytes:
     return token if scheme.lower() == "bearer" else b""
 
 
-def parse_tokens(data: bytes) -> tuple[bytes, ...]:
-    """Return the tokens of a file: one on each line; empty lines and those that begin with # are skipped.
+def parse_tokens(data: bytes) -> tuple[Sequence[bytes], str]:
+    """Return the tokens of a file, and what is wrong with it: empty if nothing is.
 
-    Raises:
-        UsageError: there is no token, there are too many, or one is too short or has an invalid
-            character.
+    There is one on each line; empty lines, and those that begin with #, are skipped. One that is too short, or has
+    a character that no token has, is wrong. So are too many tokens, and none at all.
     """
-    tokens = []
+    tokens, wrong = [], ""
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         if _TOKEN.fullmatch(text) is None:
-            raise UsageError(
-                f"line {number} of the token file is no token: expected 8 to 4096 printable characters without spaces"
-            )
-        tokens.append(text.encode())
-    if not 0 < len(tokens) <= MAX_TOKENS:
-        raise UsageError(
+            wrong = f"line {number} of the token file is no token: expected 8 to 4096 printable characters without spaces"
+        else:
+            tokens.append(text.encode())
+    if not (wrong or 0 < len(tokens) <= MAX_TOKENS):
+        wrong = (
             f"the token file has {len(tokens)} tokens; expected 1 to {MAX_TOKENS}, one on each line"
         )
-    return tuple(tokens)
+    return tokens[:MAX_TOKENS], wrong

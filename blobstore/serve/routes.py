@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import ROUTES, hub_response
 from blobstore.serve.hub_routes import READS
-from blobstore.serve.messages import bytes_response, json_response, without_body
+from blobstore.serve.messages import bytes_response, failure, without_body
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
 from blobstore.serve.registry import registry_response
@@ -59,7 +59,7 @@ def answer(
         try:
             response = make()
         except InvalidTarget as error:
-            response = json_response({"error": str(error)}, 400)
+            response = failure(str(error), 400)
         except Refused as refused:
             response = refused.response
         except Refusal as refusal:
@@ -119,7 +119,7 @@ def _owner(
 ) -> Response:
     """Return the response to a client that asks for the owner of its token. Raises NotPrepared."""
     asks = pull_through is not None and pull_through.reads_tokens(request)
-    owners = pull_through.owners if pull_through and asks and not access.tokens else None
+    owners = pull_through.owners if pull_through and asks and access.tokens is None else None
     return owner_response(client.upstream_token, owners, has_token=client.has_token)
 
 

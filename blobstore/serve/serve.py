@@ -15,6 +15,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
+from blobstore.serve.messages import log_line
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.store.local import LocalStore, StoreLike
@@ -56,7 +57,7 @@ def serve(
         port: 0 for any free one.
         allow: globs of the names that are served; none means all.
         token_file: a file of tokens, one on each line, of which a request must have one. It is read again
-            when it changes.
+            when it changes. A line that is not a token by then is reported to ``log``.
         anonymous: serve everyone, under any host name: a proxy that asks for tokens, for example.
         upstream: the URL of a Hub, or of another server, that has the models that the store lacks. They are
             fetched when a client first asks for them, and stay in the store.
@@ -90,7 +91,7 @@ def serve(
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     if token_file is not None:
-        access: Callable[[], Access] = _TokenFile(token_file)
+        access: Callable[[], Access] = _TokenFile(token_file, log)
     else:
         fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
         access = lambda: fixed  # noqa: E731
@@ -105,7 +106,7 @@ def serve(
                 from blobstore.serve.upstream import Upstream
             token = ""
             if upstream_token_file is not None:
-                token = _read_tokens(upstream_token_file)[0].decode()
+                token = _TokenFile(upstream_token_file).tokens[0].decode()
             through = PullThrough(
                 library,
                 None if upstream is None else Upstream.parse(upstream),
@@ -142,39 +143,48 @@ def _look_ahead(library: Library) -> None:
         library.look_ahead()
 
 
-def _read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
-    """Return the tokens of a file. Raises BlobstoreError or UsageError."""
+def _read_tokens(path: Path) -> tuple[Sequence[bytes], BlobstoreError | None]:
+    """Return the tokens of a file, and what is wrong with it."""
     try:
-        return parse_tokens(read_regular(Path(path), _MAX_TOKEN_FILE))
+        tokens, wrong = parse_tokens(read_regular(path, _MAX_TOKEN_FILE))
+    except BlobstoreError as error:
+        return (), error
     except OSError as error:
-        raise BlobstoreError(
-            f"cannot read the token file {quote(path)}: {error.strerror}"
-        ) from error
+        message = f"cannot read the token file {quote(path)}: {error.strerror}"
+        return (), BlobstoreError(message)
+    return tokens, UsageError(wrong) if wrong else None
 
 
 class _TokenFile:
-    """The access that a file of tokens gives, looked at again about once in a second."""
+    """The access that a file of tokens gives, looked at again about once in a second.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    What the file does not have any more is no token, whatever else is wrong with it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], log: Callable[[str], object] | None = None
+    ) -> None:
         """Read the file. Raises BlobstoreError or UsageError."""
-        self._path = Path(path)
-        self._looked = time.monotonic()
-        # Before the file is read: a change in between is noticed at the next look.
-        self._version = FileVersion.of(self._path)
-        self._access = Access(tokens=_read_tokens(path))
+        self._path, self._log = Path(path), log
+        self._version: FileVersion | None = None
+        self._wrong: BlobstoreError | None = None
+        self._look()
+        if self._wrong is not None:
+            raise self._wrong
 
     def __call__(self) -> Access:
-        now = time.monotonic()
-        if now - self._looked > _LOOK_SECONDS:
-            self._looked = now
-            version = FileVersion.of(self._path)
-            if version is not None and version != self._version:
-                # Also if it cannot be read, so that it is read again only when it changes.
-                self._version = version
-                # A file that is being replaced must not let everybody in, nor end the server.
-                with contextlib.suppress(BlobstoreError):
-                    self._access = Access(tokens=_read_tokens(self._path))
-        return self._access
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            before = str(self._wrong)
+            self._look()
+            if self._wrong is not None and self._log is not None and str(self._wrong) != before:
+                self._log(log_line(error=str(self._wrong)))
+        return Access(self.tokens)
+
+    def _look(self) -> None:
+        self._looked, version = time.monotonic(), FileVersion.of(self._path)
+        if version is None or version != self._version:
+            self.tokens, self._wrong = _read_tokens(self._path)
+            self._version = version if self.tokens else None
 
 
 def _is_loopback(host: str) -> bool:

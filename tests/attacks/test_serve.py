@@ -447,3 +447,32 @@ def test_who_leaves_in_the_middle_leaves_nothing_behind(server: Serving, data: b
     # The server may yet have to learn of some; the whole suite has a time limit.
     while sum("sha256-" in str(path.resolve()) for path in descriptors.iterdir()) > 1:
         time.sleep(0.02)
+
+
+def test_a_token_that_its_file_lacks_now_is_refused_whatever_else_the_file_has(
+    data: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-leaked-token\n")
+    with serving(store, tmp_path, "--token-file", str(tokens)) as server:
+
+        def wait_until(token: str, status: int) -> None:
+            deadline = time.monotonic() + SECONDS
+            while server.request(FILE, "HEAD", Authorization=f"Bearer {token}")[0] != status:
+                assert time.monotonic() < deadline, (token, status)
+                time.sleep(0.05)
+
+        wait_until("a-leaked-token", 200)
+        tokens.write_text("the-new-token\nmy token\n")
+        wait_until("a-leaked-token", 401)
+        wait_until("the-new-token", 200)
+        assert "my token" not in server.wait_for_log("error", "line 2 of the token file")["error"]
+        tokens.unlink()
+        wait_until("the-new-token", 401)
+        server.wait_for_log("error", "cannot read the token file")
+        assert server.request(FILE, "HEAD")[0] == 401
+        tokens.write_text("the-new-token\n")
+        wait_until("the-new-token", 200)
+        tokens.write_text("")
+        wait_until("the-new-token", 401)
+        server.wait_for_log("error", "the token file has 0 tokens")

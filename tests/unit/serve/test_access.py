@@ -6,14 +6,13 @@ import base64
 
 import pytest
 
-from blobstore.errors import UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
 from tests.support.serve import ask, json_of
 
 TOKEN = b"hf_first-token"
-ACCESS = Access(tokens=(TOKEN, b"the-second-token"))
+ACCESS = Access(tokens=(TOKEN, b"the-second-token", b"the-second-token:and-more"))
 
 
 def basic(text: str) -> str:
@@ -86,16 +85,22 @@ def test_a_page_of_another_site_gets_nothing(library: Library) -> None:
 
 
 def test_a_token_file_has_one_token_on_each_line() -> None:
-    assert parse_tokens(b"# site\n\n first-token \nsecond-token\r\n") == (
-        b"first-token",
-        b"second-token",
-    )
+    tokens = [b"first-token", b"second-token"]
+    assert parse_tokens(b"# site\n\n first-token \nsecond-token\r\n") == (tokens, "")
 
 
 @pytest.mark.parametrize("data", [b"", b"# none\n", b"short\n", b"two words-in-it\n", b"\xff" * 20])
-def test_a_token_file_without_tokens_is_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match="token"):
-        parse_tokens(data)
+def test_lines_without_a_token_are_wrong_and_do_not_count(data: bytes) -> None:
+    tokens, wrong = parse_tokens(data)
+    assert (tokens, "token" in wrong) == ([], True)
+    tokens, wrong = parse_tokens(data + b"\na-right-token\n")
+    assert (tokens, bool(wrong)) == ([b"a-right-token"], data.strip()[:1] not in {b"", b"#"})
+
+
+def test_with_no_token_at_all_nobody_is_let_in(library: Library) -> None:
+    for headers in ({}, {"authorization": "Bearer any-token"}):
+        response = ask(library, "/api/models/org/model", headers=headers, access=Access(tokens=()))
+        assert response.status == 401
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,8 @@ def test_a_token_file_without_tokens_is_refused(data: bytes) -> None:
         ("Bearer hf_first-token:", ""),
         ("Bearer hf_first-token:hf_up", "hf_up"),
         ("Bearer the-second-token:hf:up", "hf:up"),
+        ("Bearer the-second-token:and-more", ""),
+        ("Bearer the-second-token:and-more:hf_up", "hf_up"),
         (basic("user:hf_first-token:hf_up"), "hf_up"),
         (basic("user:hf_first-token:hf_up\r\nX-Evil: x"), ""),
         ("Bearer hf_other:hf_up", ""),
