@@ -153,7 +153,7 @@ class _NewName(_ParamType):
 
 
 class _Known(_ParamType):
-    """A text that the command judges, with words that are known for it."""
+    """A text that the command checks, with words for completion."""
 
     name = "text"
 
@@ -440,7 +440,7 @@ def check_remote(text: str, store: LocalStore, *, is_all: bool) -> None:
 
 
 def store_notes(store: LocalStore) -> list[str]:
-    """Return what to know about a store that has nothing: that it is not there yet.
+    """Return a remark about a store that has nothing: it does not exist yet.
 
     Raises:
         NotFound: the user named the store, and it is not there; or the folder is that of something else.

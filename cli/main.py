@@ -69,7 +69,7 @@ _ELSEWHERE = {
         ("doctor", "status"), "'blobstore verify' checks a store, and 'blobstore du' sums it up"
     ),
 }
-"""What no command does, and where to find it."""
+"""Names that are not commands, with advice on the commands for their purpose."""
 # What other programs call our commands.
 _SYNONYMS = {
     **dict.fromkeys(("add", "import", "download"), "create"),
@@ -97,7 +97,7 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 _MAX_DESCRIPTORS = 10240
 """As many as macOS allows if it says that there is no limit."""
 _ARGUMENT = re.compile(r"\b(?:force|overwrite)=True\b")
-"""What all commands call --force."""
+"""Names of the argument that all commands call --force."""
 _DID_YOU_MEAN = re.compile(
     r"\.? \(?(?:Did you mean|Possible options:)(?: one of:)? ([^?)]+)[?.)]*$"
 )

@@ -1,4 +1,4 @@
-"""Where the output of all commands goes: results as text or JSON, notes and errors.
+"""The output of all commands: results as text or JSON, notes and errors.
 
 The result of a command is on standard output; notes, errors and progress are on standard error.
 """

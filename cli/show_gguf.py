@@ -1,4 +1,4 @@
-"""What ``blobstore show`` prints of a GGUF file."""
+"""The output of ``blobstore show`` for a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``blobstore show``, ``inspect`` and ``unpack --list`` print of files and folders that are not in a store."""
+"""The output of ``blobstore show``, ``inspect`` and ``unpack --list`` for files and folders outside a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pushes and pulls of several models print: totals last, and then what failed."""
+"""The output of pushes and pulls of several models: totals, and the failures last."""
 
 from __future__ import annotations
 

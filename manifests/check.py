@@ -60,7 +60,7 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
 
 
 def promise(config: bytes) -> str | None:
-    """Return what a config says that the digest of the layers is; None if it says nothing."""
+    """Return the digest of the layers that a config states; None if it states none."""
     value = _decoded(config).get(LAYERS_DIGEST)
     return None if value is None else str(value)
 

@@ -66,7 +66,7 @@ class RecordedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
-    """What a model was imported from."""
+    """The source of a model."""
 
     kind: str
     """``folder``, ``file``, ``hub``, ``meta-llama`` or ``memory``."""

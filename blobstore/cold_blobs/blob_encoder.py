@@ -46,7 +46,7 @@ class SizeEstimator:
     def __init__(self, store: LocalStore, level: Level) -> None:
         self._store = store
         self.level: Level = level
-        """What the estimates are for."""
+        """The level that the estimates are for."""
         self._sizes: dict[tuple[BlobId, BlobId | None], int] = {}
 
     def estimate(self, blob: BlobId, base: BlobId | None = None) -> int:

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
     """A tensor of blocks."""
 
     type_name: str
-    """What llama.cpp calls the type."""
+    """The name of the type in llama.cpp."""
     begin: int
     """Offset in the blob."""
     size: int

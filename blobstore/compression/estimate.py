@@ -46,7 +46,7 @@ _SAMPLED_SPANS: Final = 16
 """Spans of one type and shape, such as experts, that represent all of them."""
 _STACK_DIMENSIONS: Final = 3
 _SAMPLED_MATRICES: Final = 4
-"""Matrices of a stack that are tried before all of them are."""
+"""Matrices of a stack that are tried first."""
 _SPARSE: Final = 1 / 8
 """A span is sparse if at most this part of a sample of its elements differs."""
 _TINY: Final = 1 << 10

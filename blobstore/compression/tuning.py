@@ -63,7 +63,7 @@ _TINY: Final = 1 << 4
 """A delta is tiny if it takes less than one byte in so many."""
 _SLICES: Final = 4
 _BLOCKS: Final = 4
-"""How many times the bytes of other samples those of blocks have, whose planes are smaller."""
+"""The size of samples of blocks, in sizes of other samples, because the planes of blocks are smaller."""
 
 
 def choose_pipelines(

@@ -1,4 +1,4 @@
-"""What public functions accept besides the types that they work with."""
+"""Conversions of the arguments that public functions accept besides their own types."""
 
 from __future__ import annotations
 

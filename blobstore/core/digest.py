@@ -105,5 +105,5 @@ class Digester:
 
 
 def git_digester(size: int) -> hashlib._Hash:
-    """Return what digests a file as git does: its size is hashed before its bytes."""
+    """Return a hasher that digests a file as git does: its size is hashed before its bytes."""
     return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)

@@ -64,7 +64,7 @@ def quote_url(url: str) -> str:
 
 
 def quote_place(text: str) -> str:
-    """Return what may be a path, a name or an address: an address as :func:`quote_url`, others as :func:`quote`."""
+    """Quote a path, a name or an address: an address as :func:`quote_url`, others as :func:`quote`."""
     return quote_url(text) if "://" in text else quote(text)
 
 

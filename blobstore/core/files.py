@@ -30,7 +30,7 @@ _ROOT_USER = 0
 
 
 class FileState(NamedTuple):
-    """What distinguishes a file from other files, and from itself after its bytes have changed.
+    """The state that distinguishes a file from other files, and from itself after its bytes have changed.
 
     Renaming and linking a file keep its state.
     """
@@ -57,7 +57,7 @@ class FileState(NamedTuple):
 
 
 class FileVersion(NamedTuple):
-    """What distinguishes the content of a file from any other content that the file ever has.
+    """The version that distinguishes the content of a file from any other content that it ever has.
 
     Unlike a :class:`FileState`, it changes if the file is renamed, linked or touched: programs can set back
     the time of the last modification, but not that of the last change of the inode.

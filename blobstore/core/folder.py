@@ -95,7 +95,7 @@ class Folder:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to open the folder itself."""
+        """Return the state for another process, which opens the folder itself."""
         return {**self.__dict__, "_descriptor": None}
 
     def _open_folder(self, name: str) -> int:

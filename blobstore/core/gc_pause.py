@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Program:
-    """What is known of the program that uses this package."""
+    """The state of the program that uses this package."""
 
     has_frozen = False
     """Whether objects were frozen. To count them takes milliseconds, so they are not counted twice."""

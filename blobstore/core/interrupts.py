@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POLL = 0.1
 """Seconds between two looks for a request, where something else is waited for."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a program to end."""
+"""The signals that ask a program to end."""
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,7 @@ class Stopped(BaseException):
 
 
 class _State:
-    """What the handler has recorded."""
+    """The record of the handler."""
 
     number = 0
     """The first signal; 0 if there was none."""
@@ -58,18 +58,18 @@ class _State:
     patience: float = 2
     """Requests that are recorded; the next one ends the process at once."""
     error: BaseException | None = None
-    """What the main thread was cleaning up after when the signal came."""
+    """The exception that the main thread was handling when the signal came."""
     is_listening = False
 
 
 class _Thread(threading.local):
-    """What a thread has done about the request."""
+    """The state of a thread with regard to the request."""
 
     obeys = False
     """Whether it stops as the main thread does."""
     is_raised = False
     deferred = 0
-    """How many blocks of :func:`deferred` it is in."""
+    """The number of blocks of :func:`deferred` that it is in."""
 
 
 _thread = _Thread()

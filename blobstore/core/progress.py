@@ -17,7 +17,7 @@ The total is 0 as long as it is not known.
 
 
 def of_passes(progress: Progress | None, passes: int) -> Progress | None:
-    """Return what reports bytes that are each processed several times as bytes that are done once."""
+    """Return a callback for bytes that are processed several times each, which counts them once."""
     if progress is None:
         return None
     return lambda what, done, total: progress(what, done // passes, total // passes)
@@ -30,7 +30,7 @@ def of_items(
     sizes: Sequence[int],
     number: int,
 ) -> Progress | None:
-    """Return what reports the progress of one of several items as that of all of them.
+    """Return a callback that reports the progress of one of several items as that of all.
 
     Args:
         progress: what is called.

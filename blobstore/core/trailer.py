@@ -37,7 +37,7 @@ class TrailerFormat:
     min_table: int
     """Bytes of the smallest table."""
     what: str
-    """What messages call a file, with its article."""
+    """The name of a file in messages, with its article."""
     error: type[Damaged]
 
     @property

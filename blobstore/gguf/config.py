@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says of a model, under the keys that a ``config.json`` has for it."""
+"""The facts about a model in the header of a GGUF file, under the keys of a ``config.json``."""
 
 from __future__ import annotations
 

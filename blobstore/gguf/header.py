@@ -152,7 +152,7 @@ Value = bool | int | float | str | GgufArray
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What is known of a file without reading its tensors."""
+    """The content of a file except its tensors."""
 
     version: int
     metadata: Mapping[str, Value]

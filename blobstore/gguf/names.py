@@ -1,4 +1,4 @@
-"""What tensors of GGUF files are called in the safetensors files that they were converted from.
+"""The names of tensors of GGUF files in the safetensors files that they were converted from.
 
 ``convert_hf_to_gguf.py`` of llama.cpp renames tensors, merges the experts of a layer to one tensor, and changes
 what some tensors hold. The tables say so for each architecture. In a template of names, ``{layer}`` stands for
@@ -45,7 +45,7 @@ class Architecture(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a tensor of a GGUF file was before."""
+    """The source of a tensor of a GGUF file, before the conversion."""
 
     name: str
     """With ``{expert}`` if the tensor is the stack of the experts of a layer."""
@@ -110,7 +110,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 def architecture_of(
     metadata: Mapping[str, Value], names: str | Mapping[str, str] | None
 ) -> Architecture | None:
-    """Return how the tensors of a file were converted; None if nothing says it.
+    """Return how the tensors of a file were converted; None if that is not known.
 
     Args:
         metadata: that of the file.
@@ -118,7 +118,7 @@ def architecture_of(
             architecture, or of the one under the key ``like``.
 
     Raises:
-        UsageError: there are no names of the architecture that the caller gave.
+        UsageError: the names of the given architecture are not known.
     """
     wanted = names if isinstance(names, str) else (names or {}).get(LIKE)
     if wanted is None:
@@ -141,7 +141,7 @@ def architecture_of(
 def origin_of(
     name: str, architecture: Architecture, metadata: Mapping[str, Value]
 ) -> Origin | None:
-    """Return what a tensor was before; None if the architecture does not say it.
+    """Return the source of a tensor; None if the architecture does not determine it.
 
     Raises:
         InvalidGguf: the metadata do not have the number of heads of a tensor whose rows are interleaved.

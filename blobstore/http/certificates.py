@@ -32,7 +32,7 @@ _SYSTEM_FOLDERS: Final = (Path("/etc/containers/certs.d"), Path("/etc/docker/cer
 
 
 def tls_context(host: str) -> ssl.SSLContext:
-    """Return what connections to a registry, ``host[:port]``, trust and show.
+    """Return the TLS context for a registry, ``host[:port]``, with the certificates to trust and to present.
 
     It is the same object for all who ask, until one of the files is replaced: each takes a MiB of memory, which
     only the collector of circles frees, and 50 ms to make.

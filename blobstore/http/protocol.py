@@ -1,4 +1,4 @@
-"""What requests to a registry say, and what its responses mean: pure functions of texts and numbers.
+"""The form of requests to a registry, and the meaning of its responses: pure functions of texts and numbers.
 
 Nothing here has a socket, a clock or a state, so that tests can try every response. The rules are those of
 RFC 9110 (HTTP), RFC 6750 (Bearer) and the OCI distribution specification; a comment says where real servers
@@ -74,14 +74,14 @@ class TransientError(RemoteError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of a registry, or of the server that issues its tokens."""
+    """A request to a registry, or to the server that issues its tokens."""
 
     what: str
-    """What it is about, as the start of an error."""
+    """The subject of the request, with which errors begin."""
     method: str
     url: str
     rule: Rule
-    """What its statuses mean."""
+    """The meaning of its statuses."""
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Callable[[], Iterable[bytes]] | None = None
     """Returns the bytes from the start, each time it is called."""
@@ -90,7 +90,7 @@ class Request:
     timeout: float = 0
     """Seconds that the response may take, if more than usual."""
     scopes: frozenset[str] = frozenset()
-    """What the request needs access to, in the words of the token specification."""
+    """The resource that the request needs, in the words of the token specification."""
     is_for_token: bool = False
     """Whether it asks for a token: it needs none, and no redirect is followed."""
 
@@ -102,7 +102,7 @@ class Reply(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     url: str
-    """Where it came from at last."""
+    """The URL that it came from, after redirects."""
 
 
 class Login(NamedTuple):
@@ -131,7 +131,7 @@ class Challenge(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What a request is authorized with."""
+    """The authorization of a request."""
 
     value: str
     lifetime: float
@@ -401,7 +401,7 @@ def range_of(begin: int, end: int) -> str:
 def span_of(
     status: int, headers: Mapping[str, str], begin: int, end: int, size: int | None = None
 ) -> Span:
-    """Return where in a response to a request for ``begin`` to ``end`` these bytes are.
+    """Return the place of the bytes ``begin`` to ``end`` in the response to a request for them.
 
     ``size`` is that of the blob, if it is known.
 
@@ -487,7 +487,7 @@ def code_of(body: bytes) -> str:
 
 
 def explanation(body: bytes) -> str:
-    """Return what the document of an error says, or nothing if it is of another form."""
+    """Return the messages of an error document, or nothing if it has another form."""
     texts = (f"{error['code']} {error.get('message') or ''}".strip() for error in _errors_in(body))
     return join_some([quote(text) for text in texts], 3)
 

@@ -1,4 +1,4 @@
-"""What the responses to a request mean: whether it is needed, which statuses answer it, and which pass.
+"""Rules for responses: whether a request is needed, which statuses answer it, and which are temporary.
 
 Each protocol has a table of its requests, as ``registry/request_rules`` is that of registries.
 """
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a request is sent again."""
 HINT_ATTEMPTS: Final = 3
-"""How often a hint is sent at most: what it saves is not worth a long wait."""
+"""The most attempts for a hint, whose answer only saves work."""
 KEEPS_METHOD: Final = frozenset({HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT})
 """Redirects that a request with a body follows, within the registry."""
 ERROR_CODES: Final = frozenset(
@@ -36,7 +36,7 @@ ERROR_CODES: Final = frozenset(
 
 
 class Rule(NamedTuple):
-    """What the responses to one kind of request mean."""
+    """The meaning of responses to one kind of request."""
 
     is_hint: bool
     success: tuple[int, ...]

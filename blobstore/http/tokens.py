@@ -1,4 +1,4 @@
-"""What authorizes requests to one registry: tokens, cached for each set of scopes, or a password.
+"""Authorization of requests to one registry: tokens, cached for each set of scopes, or a password.
 
 A registry says with its first response of status 401 what it wants. From then on, a request is sent with
 authorization at once. The credentials are looked up when they are needed first, because that may start a

@@ -1,4 +1,4 @@
-"""What all integrations share: small files in a temporary folder, and checks with clear errors."""
+"""Helpers of all integrations: small files in a temporary folder, and checks with clear errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_DEPTH = 8
 ADAPTER_CONFIG = "adapter_config.json"
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
 _SPARE = 8
-"""So many times the files' size must be free there, because others need memory too."""
+"""Free space that is needed there, in sizes of the files, because others need memory too."""
 _MAX_REASON = 500
 """Characters of a library's own message that are quoted."""
 

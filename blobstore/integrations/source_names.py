@@ -71,7 +71,7 @@ def stacked_names(model: Model) -> dict[str, list[str]]:
 
 
 class PublishedTensors(NamedTuple):
-    """How a source has the tensors that blobs hold under other names or types, or not at all."""
+    """The form in a source of tensors that blobs hold under other names or types, or not at all."""
 
     specs: Mapping[str, TensorSpec]
     """Their specs in the source, by runtime name. FP8 weights are not listed, and of their scales only
@@ -124,7 +124,7 @@ def _has_global_scale(model: Model, name: str, kind: str) -> bool:
 
 
 def modelopt_settings(model: ModelFiles) -> dict[str, Any]:
-    """Return how ModelOpt's own file says that weights are quantized; empty if it does not.
+    """Return the quantization of the weights by ModelOpt's own file; empty if it does not state it.
 
     Raises:
         BlobMissing, BlobDamaged: the file is missing or damaged.

@@ -1,4 +1,4 @@
-"""What a stored model says of itself: all of it but the bytes of its tensors."""
+"""The contents of a stored model, except the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ModelContents:
 
     @cached_property
     def record(self) -> SourceRecord | None:
-        """What the model was imported from. Raises BlobMissing and BlobDamaged."""
+        """The source of the model. Raises BlobMissing and BlobDamaged."""
         return self._record or read_source_record(self.store, self.manifest)
 
     @cached_property

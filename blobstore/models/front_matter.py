@@ -57,7 +57,7 @@ def front_matter(text: str) -> Fields:
 
 
 def _value(lines: Sequence[str]) -> str | list[str] | None:
-    """Return what follows a name, on its line and on those after it; None for what is not read."""
+    """Return the value after a name, on its line and the following ones; None for forms that are not read."""
     first = _without_comment(lines[0].strip())
     rest = [line for line in lines[1:] if line.strip() and not line.lstrip().startswith("#")]
     if first is None:

@@ -54,7 +54,7 @@ _MAX_WINDOW = 256 << 20
 _POPULATING_THREADS = 2
 """More threads do not map pages of the page cache any faster."""
 _FEW = 4096
-"""So many blobs can always be mapped."""
+"""The number of blobs that can always be mapped."""
 _SMALL = 8 << 10
 """Reading a blob of fewer bytes takes less time than mapping it and touching its pages."""
 _SPARE_MAPS = 8192

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from blobstore.store.protocols import BlobAccess
 
 _INTERNAL = frozenset(("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_json"))
-"""What other packages use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
+"""Names that other packages use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
 
 class Model(ModelFiles, Mapping[str, Array]):
@@ -494,7 +494,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
 
 def _name_advice(text: str, names: Collection[str]) -> str:
-    """Return what a text may mean that is the name of no tensor: a pattern, or a mistyped name."""
+    """Return advice about a text that is not the name of a tensor: a pattern, or a mistyped name."""
     if len(text) <= MAX_GLOB and any(glob_matches(name, text) for name in names):
         return f"it is a pattern; fnmatch.filter(model, {quote(text)}) returns the names that match"
     return did_you_mean(text, names)

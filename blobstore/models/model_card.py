@@ -1,4 +1,4 @@
-"""What the model card and license files of a stored model say."""
+"""Facts from the model card and the license files of a stored model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_texts(store: BlobDescriber, manifest: Manifest) -> Iterator[tuple[str,
 
 
 def config_of_source(store: BlobDescriber, manifest: Manifest) -> dict[str, Any]:
-    """Return what the headers of GGUF files say of a model that has no ``config.json``.
+    """Return the facts in the headers of GGUF files about a model without ``config.json``.
 
     It is empty for other models.
     """

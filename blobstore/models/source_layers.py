@@ -93,7 +93,7 @@ def gguf_roles(record: SourceRecord | None) -> dict[str, str]:
 
 
 def gguf_config(record: SourceRecord | None) -> dict[str, Any]:
-    """Return what the headers of a model's GGUF files say of it, under the keys of ``config.json``.
+    """Return the facts in the headers of a model's GGUF files, under the keys of ``config.json``.
 
     It is empty if the model was not imported from GGUF files, or their headers are malformed.
     """

@@ -59,7 +59,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", re.ASCII)
 
 
 class Settings(NamedTuple):
-    """What obstore is given."""
+    """The configuration for obstore."""
 
     options: dict[str, str]
     """By obstore's names, and ``ca_bundle``, which is a path."""
@@ -272,7 +272,7 @@ def _endpoint(value: str, place: str) -> str:
 
 
 def _failed(where: object, name: str, error: Exception) -> BlobstoreError:
-    """Return what an error of botocore means."""
+    """Return the meaning of an error of botocore."""
     if isinstance(error, BlobstoreError):
         return error
     kind = type(error).__name__

@@ -65,7 +65,7 @@ _Found = TypeVar("_Found")
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing says about an object."""
+    """An object in a listing."""
 
     key: str
     """Below the prefix of the store."""
@@ -74,7 +74,7 @@ class ObjectInfo(NamedTuple):
 
 
 class ObjectTag(NamedTuple):
-    """What identifies a version of an object."""
+    """The identity of a version of an object."""
 
     etag: str
     version: str | None
@@ -384,7 +384,7 @@ def _guarded(
 def _connect(
     address: StoreAddress, settings: Settings, *, is_written: bool = False
 ) -> tuple[Any, Any]:
-    """Return what reads, and what writes: None for a folder that does not exist, unless it is written."""
+    """Return a reader and a writer. A missing folder is read as empty, and has no writer unless it ``is_written``."""
     from obstore import store
 
     prefix = address.prefix or None
@@ -428,7 +428,7 @@ def _settings(address: StoreAddress) -> Settings:
 
 
 def _tag(meta: Any) -> ObjectTag | None:
-    """Return what identifies the version that obstore describes; None if the server does not say."""
+    """Return the identity of the version that obstore describes; None if the server does not state it."""
     etag = meta["e_tag"]
     # The ETag as the server compares it: a proxy that compresses answers may have weakened it.
     return None if etag is None else ObjectTag(etag.removeprefix("W/"), meta.get("version"))

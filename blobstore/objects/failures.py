@@ -1,4 +1,4 @@
-"""What errors of obstore mean, as errors of one line that say what to do and show no credentials."""
+"""Converts errors of obstore to errors of one line, which say what to do and show no credentials."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CAUSE = re.compile(r'(?:message|error): "([^"\\]{1,100})"|(TimedOut|Timeout)\b'
 _NOT_CONNECTED: Final = "kind: Connect"
 _SERVER = re.compile(r"(https?://)(?:[^/@\s]*@)?([^/@?\s,]{1,253})")
 _NOT_TLS: Final = "InvalidContentType"
-"""What rustls says of the first bytes of a server that speaks plain HTTP."""
+"""The error of rustls about a server that speaks plain HTTP."""
 _TLS_EXPECTED = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS (?:port|server)")
-"""What nginx and servers in Go answer to plain HTTP."""
+"""The answers of nginx and servers in Go to plain HTTP."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
 _ALERT = re.compile(r"AlertReceived\(\s*([A-Za-z]{1,40})")
 _CLOSED = re.compile(
@@ -26,7 +26,7 @@ _CLOSED = re.compile(
 )
 """The end of a connection: of HTTP, or as a kind of the system's errors. A document may have an early end too."""
 _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
-"""What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
+"""The error of :mod:`blobstore.objects.aws` when obstore asked for credentials."""
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
 _THROTTLED: Final = {"429", "503"}
 _REDIRECTED: Final = {"301", "302", "307", "308"}
@@ -35,7 +35,7 @@ _RIGHTS: Final = {
     "AWS_REQUEST_PAYER=true",
     "s3:PutObject": "; if the bucket requires encryption, set AWS_SERVER_SIDE_ENCRYPTION",
 }
-"""What else is denied with these rights."""
+"""Remarks on these rights, for requests that were denied."""
 
 
 class Failure(NamedTuple):
@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure | None:
-        """Return what an error means; None if it is not obstore's."""
+        """Return the failure of an error; None if it is not one of obstore."""
         if isinstance(error, BlobstoreError):
             return None
         from obstore import exceptions

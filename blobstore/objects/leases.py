@@ -1,4 +1,4 @@
-"""How a collection of garbage and imports of one store in object storage keep out of each other's way.
+"""Leases in object storage, so that garbage collection and imports of one store do not disturb each other.
 
 Object storage has no locks, but a list shows every object that was written before. An import first writes
 a lease, which names the blobs that it relies on, and then looks for the note of a collection. A collection
@@ -93,7 +93,7 @@ def leased(
 
 
 class Leased(NamedTuple):
-    """What running imports rely on."""
+    """The objects that running imports rely on."""
 
     digests: set[Digest]
     since: datetime | None
@@ -148,7 +148,7 @@ class Collection:
         return timedelta(seconds=seconds_since_start() - self._began)
 
     def leased(self) -> Leased:
-        """Return what imports rely on; remove the leases of those that were killed long ago.
+        """Return the objects that imports rely on; remove the leases of imports that were killed long ago.
 
         Raises:
             RemoteError: a lease cannot be read.

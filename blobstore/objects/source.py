@@ -122,7 +122,7 @@ class ObjectSource:
 
     @property
     def client(self) -> ObjectSource:
-        """What ends requests of other threads."""
+        """The client, which can end the requests of other threads."""
         return self
 
     def abort(self) -> None:

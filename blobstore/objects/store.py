@@ -251,7 +251,7 @@ class ObjectStore:
     def read_for_manifest(
         self, folder: str, manifest: Digest, request: Request = READ
     ) -> bytes | None:
-        """Return what one of these folders has for a manifest; nothing of it is checked."""
+        """Return the object for a manifest in one of these folders, unchecked."""
         limit = limits.PACKED_HEADERS if folder == HEADERS else limits.COLD_INDEX
         found = self.client.get(f"{folder}/{manifest.hex}", limit.one, request)
         return None if found is None else found.data

@@ -39,7 +39,7 @@ _MAX_NEAR = 8
 
 
 class Parent(NamedTuple):
-    """What a model descends from."""
+    """The parent of a model."""
 
     reference: Reference | None
     """None if the model is not in the store."""
@@ -56,7 +56,7 @@ class Parent(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """What a model says about where it comes from."""
+    """The origin that a model states."""
 
     files: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -120,7 +120,7 @@ def _known_bases(disk: StoreDisk) -> Mapping[Digest, Digest]:
 
 
 class _Relatives:
-    """How many bytes each pair of models has in common."""
+    """The number of bytes that each pair of models has in common."""
 
     def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
         self._disk = disk

@@ -67,7 +67,7 @@ def family_view(
 
 
 def _relations(parent: Parent | None, base: DeltaBase | None) -> dict[str, Any]:
-    """Return what a model has of its parent, and what it is compressed against."""
+    """Return the bytes that a model shares with its parent, and its base for compression."""
     found: dict[str, Any] = {}
     if base is not None:
         found["against"] = [shown(base.reference), base.size]

@@ -80,7 +80,7 @@ def model_views(
 
 
 class GridTensor(NamedTuple):
-    """What the grid shows of a tensor."""
+    """A tensor as the grid shows it."""
 
     name: str
     type: str
@@ -93,7 +93,7 @@ class GridTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: TensorDescription) -> GridTensor:
-        """Return what the grid shows of a tensor of the store."""
+        """Return a tensor of the store as the grid shows it."""
         kind = type_name(tensor.type, tensor.group_size)
         bits = tensor.bits_per_weight
         return cls(tensor.name, kind, tensor.shape, tensor.size, bits, tensor.digest)

@@ -1,4 +1,4 @@
-"""Where a tensor belongs in a picture of a model: its stack of layers, its layer, and its module."""
+"""The place of a tensor in a picture of a model: its stack of layers, its layer, and its module."""
 
 from __future__ import annotations
 

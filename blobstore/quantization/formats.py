@@ -41,7 +41,7 @@ FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 """The element types of fp8 weights."""
 FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
 SCALE_SUFFIXES: Final = ("_scale", "_scale_inv")
-"""What sources append to the name of an fp8 weight for its scales."""
+"""Suffixes that sources append to the name of an fp8 weight for its scales."""
 MODULE_SCALES: Final = (".scale_weight", ".scale")
 """What ComfyUI and DeepSeek V4 have for scales in place of ``.weight``. Blobs have the first of
 :data:`SCALE_SUFFIXES`."""
@@ -54,7 +54,7 @@ INPUT_SCALES: Final = (
 )
 """Ends of the names of scales of activations, which no blob holds."""
 PACKED_SHAPE: Final = "_shape"
-"""What compressed-tensors appends to the name of a packed weight for its shape, which no blob holds."""
+"""The suffix of compressed-tensors for the shape of a packed weight, which no blob holds."""
 LEFT_OUT: Final = (*INPUT_SCALES, "_global_scale", ".weight_shape")
 """Ends of the names of all source tensors that no blob holds unchanged."""
 

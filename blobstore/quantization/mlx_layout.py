@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _EXPERT_TYPES = (("expert_dtype", "fp4"), ("expert_dtype", "fp8"))
-"""What DeepSeek V4 has besides, for experts."""
+"""Further names of DeepSeek V4, for experts."""
 _NESTED = "text_config"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT = re.compile(
@@ -43,7 +43,7 @@ _MIXER_PROJECTIONS = {"up_proj": "fc1", "down_proj": "fc2"}
 
 
 def mlx_name(name: str, suffix: str) -> str:
-    """Return what MLX calls a weight's quantization parameter, or for no suffix the weight.
+    """Return MLX's name of a weight's quantization parameter, or without a suffix that of the weight.
 
     Raises:
         BlobstoreError: it is a global scale, which most of MLX's layers do not have.

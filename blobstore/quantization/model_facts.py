@@ -1,4 +1,4 @@
-"""What a model's config and the shapes of its tensors say about a weight, whatever its name.
+"""Facts about a weight that follow from the model's config and the shapes of its tensors, not from its name.
 
 Embeddings and output heads have one row per token of the vocabulary, and routers one row per expert. Most
 weights in the layers of a language model have its hidden size as inputs; in a multimodal model, everything
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
 
 Role = Literal["embedding", "head", "router", "tower"]
-"""What a weight is. A tower is anything outside the layers of a multimodal model's language model."""
+"""The role of a weight. A tower is anything outside the layers of a multimodal model's language model."""
 Orientation = Literal["upright", "transposed", "square", "unknown"]
 """How a weight is stored: ``[outputs, inputs]``, or ``[inputs, outputs]``. Squares are stored like others."""
 
@@ -78,7 +78,7 @@ class ModelFacts:
         )
 
     def role(self, spec: TensorSpec) -> Role | None:
-        """Return what a matrix is, or None if config and shapes do not say it."""
+        """Return the role of a matrix, or None if config and shapes do not determine it."""
         rows = spec.shape[0]
         *parents, _ = spec.name.split(".")
         module = parents[-1] if parents else ""
@@ -102,7 +102,7 @@ class ModelFacts:
         return _kind(spec) in self._transposed_kinds and self._orientation(spec) != "upright"
 
     def _orientation(self, spec: TensorSpec) -> Orientation:
-        """Return what the shape of a weight of some kind says, if one side has the hidden size."""
+        """Return the orientation of a weight by its shape, if one side has the hidden size."""
         rows, columns = spec.shape[-2:]
         if self._width not in {rows, columns}:
             return "unknown"

@@ -155,7 +155,7 @@ class Policy:
         return tuple(item.glob for item in self._overrides if item.glob not in self._used)
 
     def notices(self) -> tuple[str, ...]:
-        """Return what a user should know about the decisions so far."""
+        """Return notices for the user about the decisions so far."""
         names = sorted(self._transposed)
         if not names:
             return ()

@@ -37,9 +37,9 @@ _ENDS: Final = {
     BIAS: (),
     GLOBAL_SCALE: ("_global_scale", "_scale_2"),
 }
-"""What sources append to the name of a weight for it and its quantization parameters."""
+"""Suffixes of the names of a weight and its quantization parameters in sources."""
 _MLX_ENDS: Final = {SCALE: ".scales", BIAS: ".biases"}
-"""What MLX has for quantization parameters in place of ``.weight``."""
+"""MLX's suffixes of quantization parameters in place of ``.weight``."""
 _PACKED: Final = (DType.U8, DType.I8, DType.F8_E4M3)
 _FLOAT8_SCALES: Final = (DType.F8_E4M3, DType.F8_E8M0)
 
@@ -144,7 +144,7 @@ def is_renamed_to(source: TensorSpec, stored: TensorSpec, blob: Container[str]) 
 
 
 def _module_names(weight: str) -> set[str]:
-    """Return what the scales of a weight may be called after its module."""
+    """Return the names that the scales of a weight may have after that of its module."""
     module = weight.removesuffix(".weight")
     return {module + end for end in MODULE_SCALES} if module != weight else set()
 

@@ -45,6 +45,6 @@ def untiled(scale: Any, rows: int, columns: int) -> Any:
 
 
 def untiled_tensor(scale: Any, rows: int, columns: int) -> Any:
-    """Return what :func:`untiled` does, of a tensor of torch."""
+    """Return a tensor of torch as :func:`untiled` does."""
     matrix = scale.reshape(split_shape(scale.shape)).permute(*_ORDER).reshape(scale.shape)
     return matrix[:rows, :columns]

@@ -425,7 +425,7 @@ class RegistryClient:
         digest: Digest,
         on_error: Callable[[RemoteError], object] = lambda _: None,
     ) -> tuple[RemoteDescriptor, ...]:
-        """Return what refers to a manifest, such as signatures; by a tag if the registry lists none.
+        """Return the manifests that refer to another one, such as signatures; by a tag if the registry lists none.
 
         ``on_error`` is called with why the registry does not list it.
 
@@ -454,7 +454,7 @@ class RegistryClient:
         return tuple(found) or self._tagged_referrers(repository, digest)
 
     def _tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
-        """Return what the tag of a manifest lists as referring to it.
+        """Return the referrers that the tag of a manifest lists.
 
         Raises:
             InvalidManifest: the list is malformed.
@@ -576,7 +576,7 @@ def _scopes(repository: str, actions: str) -> frozenset[str]:
 
 
 def _without_texts(item: RemoteDescriptor) -> RemoteDescriptor:
-    """Return what is used of an entry in a list of referrers, which may be long."""
+    """Return the used fields of an entry in a list of referrers, which may be long."""
     return RemoteDescriptor(
         item.media_type[:_MAX_TYPE],
         item.digest,

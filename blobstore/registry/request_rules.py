@@ -1,4 +1,4 @@
-"""What the responses to each request mean, in one table: needed or a hint, and which statuses count.
+"""The meaning of responses to each request, in one table: needed or a hint, and which statuses count.
 
 A request is needed if the command cannot do its job without it: if it is refused, the command ends with one
 error. A hint only saves work. If it is refused or fails, the command continues as if the registry had answered

@@ -32,7 +32,7 @@ _HASHED: Final = 20 * 10**6
 
 
 class UploadSession(NamedTuple):
-    """Where an upload goes on."""
+    """The place at which an upload continues."""
 
     url: str
     offset: int
@@ -147,7 +147,7 @@ class Upload:
         self._has_parts = False  # the server takes no parts, or lost some of what it had
 
     def _status(self, session: UploadSession) -> UploadSession | None:
-        """Return where the upload goes on, or None if the server has forgotten it."""
+        """Return the place at which the upload continues, or None if the server has forgotten it."""
         try:
             # The address was noted when the registry may have had another one.
             url = protocol.resolve_upload(session.url, self._transport.base)

@@ -51,7 +51,7 @@ class ReadPlan:
         manifest: Manifest,
         stored_size: Callable[[BlobId], int] = attrgetter("size"),
     ) -> ReadPlan:
-        """Return what reading all blobs of the ``manifest`` of a model takes.
+        """Return the blobs and bytes that reading the model with this ``manifest`` takes.
 
         Those that ``store`` has locally are not read from a remote. ``stored_size`` returns how many bytes are
         read for each other one.

@@ -45,7 +45,7 @@ class ColdLayer(NamedTuple):
     """The compressed form of a remote blob."""
 
     blob: BlobId
-    """What it decodes to."""
+    """The blob that it decodes to."""
     stored: BlobId
     base: BlobId | None = None
 

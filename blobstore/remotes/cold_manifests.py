@@ -90,11 +90,11 @@ class UsableLayers(NamedTuple):
     """The compressed forms with which a pull fetches less."""
 
     layers: dict[Digest, ColdLayer]
-    """Those of blobs to fetch."""
+    """The forms of blobs to fetch."""
     without_base: int
     """The number of those whose bases are missing."""
     bases: dict[Digest, ColdLayer]
-    """Those from which missing bases are decoded. None of them needs a blob that the pull fetches."""
+    """The forms from which missing bases are decoded. None of them needs a blob that the pull fetches."""
 
 
 def usable_layers(

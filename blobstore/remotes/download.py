@@ -43,7 +43,7 @@ _BUSY_PAUSE = 0.1
 
 
 class Fetched(NamedTuple):
-    """What a pull fetched, or would fetch."""
+    """The result of a download, also of one that was only planned."""
 
     fetched: int
     """Blobs that the store did not have."""
@@ -185,7 +185,7 @@ class Download:
             self._store.remove_partial(digest)
 
     def result(self, notices: Sequence[str], **others: Any) -> Fetched:
-        """Return what was fetched, with these notices before those of the transfer."""
+        """Return the result, with these notices before those of the transfer."""
         return Fetched(
             len(self._blobs),
             self.size,

@@ -1,4 +1,4 @@
-"""What a remote has of a model apart from its blobs: signatures, and compressed forms."""
+"""Fetches the signatures and the compressed forms that a remote has with a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Attached(NamedTuple):
-    """What a remote has with a model. None of it is verified."""
+    """Signatures and compressed forms of a model. None of them is verified."""
 
     signatures: Iterator[bytes]
     fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]
@@ -35,7 +35,7 @@ def attached(
     manifest: Digest,
     on_error: Callable[[RemoteError], object],
 ) -> Attached:
-    """Return what a remote has with the manifest of a model.
+    """Return the signatures and compressed forms that a remote has with the manifest of a model.
 
     ``on_error`` is called with the error if signatures cannot be fetched.
     """

@@ -59,7 +59,7 @@ class RemoteModelSource(Protocol):
 
     @property
     def address(self) -> object:
-        """Where the model is; its text is printed."""
+        """The address of the model; its text is printed."""
 
     @property
     def manifest(self) -> Manifest:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
     Hashing = Callable[[int, int], WorkerPool]
-    """Returns the workers that hash so many bytes, given those of later steps too."""
+    """Returns workers that hash a number of bytes. The second number has the bytes of later steps."""
 
 _TAR: Final = NoteKind("tar layer 1")
 """Of the digests of tar layers."""
@@ -36,7 +36,7 @@ _TAR: Final = NoteKind("tar layer 1")
 def plan_for_registry(
     store: LocalStore, reference: Reference, layout: RemoteLayout, max_layers: int, hashing: Hashing
 ) -> RemotePlan:
-    """Return what a registry needs, after checking the local manifest.
+    """Return the plan of a push to a registry, after checking the local manifest.
 
     Raises:
         ModelNotFound: the store has no such model.

@@ -114,7 +114,7 @@ class RemoteStore:
         )
 
     def read_plan(self) -> ReadPlan:
-        """Return what reading all blobs takes. Raises BlobMissing or BlobDamaged."""
+        """Return the blobs and bytes that reading the model takes. Raises BlobMissing or BlobDamaged."""
         return ReadPlan.of(self, self.manifest, self._loader.stored_size)
 
     def open(self, verify: Verify, *, prefetch: Prefetch | None, **options: Any) -> Model:

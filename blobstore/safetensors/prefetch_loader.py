@@ -123,7 +123,7 @@ class _Loading:
 
 
 class _Work:
-    """What the threads share, so that none of them keeps a loader alive that nobody uses."""
+    """The state that the threads share, so that none of them keeps an unused loader alive."""
 
     def __init__(self, loadings: Sequence[_Loading], limit: int) -> None:
         self.owners: dict[str, _Loading] = {}

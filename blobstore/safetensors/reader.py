@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     memory: Any
     """An array of bytes."""
     shift: int
-    """What to add to an offset in the file for that in the memory."""
+    """The difference between an offset in the memory and that in the file."""
 
 
 class Reader(Protocol):

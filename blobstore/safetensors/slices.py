@@ -70,7 +70,7 @@ class SafeSlice:
 
 
 class SliceReader(Protocol):
-    """What a slice is read from."""
+    """A reader of parts of tensors."""
 
     def read_index(self, spec: TensorSpec, index: Any) -> Any:
         """Return the elements that an index selects as a tensor of the framework."""

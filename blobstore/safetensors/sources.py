@@ -279,7 +279,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Return what opens web addresses, through proxies of the environment, and nothing else."""
+    """Return an opener of web addresses only, which uses the proxies of the environment."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),

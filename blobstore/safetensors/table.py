@@ -171,7 +171,7 @@ def _parse_columns(raw: bytes, file_size: int) -> Table | None:
 
 
 def _offset_texts(begins: Sequence[int]) -> list[str]:
-    """Return what stands for each tensor after ``"data_offsets"``."""
+    """Return the text of each tensor after ``"data_offsets"``."""
     numbers = list(map(str, begins))
     texts = [f":[{begin},{end}]}}," for begin, end in itertools.pairwise(numbers)]
     texts[-1] = texts[-1][:-1] + "}"

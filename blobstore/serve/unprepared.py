@@ -76,7 +76,7 @@ class OnlyHere(BlobstoreError):
 
 
 _WAIT_SECONDS: Final = 5.0
-"""How long a thread waits for what arrives, for clients that ask again then: less than they wait for an answer."""
+"""Seconds that a thread waits for files that arrive, less than clients do. They then ask again."""
 
 
 def wait_for(event: threading.Event) -> None:

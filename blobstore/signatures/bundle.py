@@ -67,7 +67,7 @@ def is_ignored(file: str) -> bool:
 
 
 def pre_authentication_encoding(payload: bytes, payload_type: str = _PAYLOAD) -> bytes:
-    """Return what DSSE signs: the type of a payload, the payload, and the lengths of both."""
+    """Return the bytes that DSSE signs: the type of a payload, the payload, and the lengths of both."""
     head = f"DSSEv1 {len(payload_type.encode())} {payload_type} {len(payload)} "
     return head.encode() + payload
 

@@ -45,7 +45,7 @@ _MAX_TEXT = 500
 
 
 def payload(identity: str, manifest: Digest, created: int) -> bytes:
-    """Return what is signed: the name of a repository, and the digest of a manifest in it."""
+    """Return the signed payload: the name of a repository, and the digest of a manifest in it."""
     value = {
         "critical": {
             "identity": {"docker-reference": identity},
@@ -102,7 +102,7 @@ def read_envelope(data: bytes) -> Envelope:
 
 
 def parse_envelope(envelope: Envelope) -> Signature:
-    """Return what a signature states, which means nothing unless a trusted key made it.
+    """Return the statement of a signature, which means nothing unless a trusted key made it.
 
     Raises:
         InvalidSignature: what it signs is malformed, or contradicts itself.
@@ -111,7 +111,7 @@ def parse_envelope(envelope: Envelope) -> Signature:
 
 
 def parse_signature(data: bytes) -> Signature:
-    """Return what the signature in a file states, whose key nobody has asked for yet.
+    """Return the statement of the signature in a file, whose key is not checked yet.
 
     Raises:
         InvalidSignature: as :func:`read_envelope` and :func:`parse_envelope`.

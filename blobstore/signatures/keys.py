@@ -23,7 +23,7 @@ _COSIGN: Final = b"-----BEGIN ENCRYPTED COSIGN PRIVATE KEY-----"
 _SIGSTORE: Final = b"-----BEGIN ENCRYPTED SIGSTORE PRIVATE KEY-----"
 
 Passphrase = str | bytes
-"""What an encrypted private key is encrypted with."""
+"""The encryption of an encrypted private key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class PublicKey:
     """A public key of a supported curve."""
 
     name: str
-    """What reports call it."""
+    """The name of the key in reports."""
     fingerprint: str
     """The SHA-256 of its PEM form, in hexadecimal digits: the ``hint`` of OMS bundles."""
     curve: str

@@ -37,7 +37,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What the models whose names match a pattern need: all that is given here."""
+    """The requirements for models whose names match a pattern: all that are given here."""
 
     pattern: str
     action: Action
@@ -53,7 +53,7 @@ class Policy:
 
     rules: tuple[Rule, ...]
     default: Action
-    """What happens to models that no rule matches."""
+    """The action for models that no rule matches."""
     keys: tuple[PublicKey, ...] = ()
     """All keys that the policy names."""
 
@@ -64,7 +64,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a policy says about a model."""
+    """The verdict of a policy about a model."""
 
     action: Action
     is_trusted: bool
@@ -72,7 +72,7 @@ class Verdict:
     signer: str = ""
     """The name of the first of the rule's keys that was found to have signed it."""
     reason: str = ""
-    """What is missing."""
+    """The requirements that are not met."""
 
     @property
     def is_refused(self) -> bool:
@@ -80,14 +80,14 @@ class Verdict:
         return not self.is_trusted and self.action == "enforce"
 
     def notices(self, reference: Reference) -> tuple[str, ...]:
-        """Return what to warn about a model that may be used."""
+        """Return the warnings about a model that may be used."""
         return () if self.is_trusted else (f"model {reference} is not trusted: {self.reason}",)
 
 
 def decide(
     policy: Policy, reference: Reference, manifest: Digest, signatures: Iterable[Envelope]
 ) -> Verdict:
-    """Return what a policy says about a model.
+    """Return the verdict of a policy about a model.
 
     Signatures are taken one at a time, only if keys are needed, and only until one of these made one. What
     a signature states is parsed after that.

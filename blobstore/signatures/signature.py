@@ -39,7 +39,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature(Envelope):
-    """What a signature states. It means nothing unless :meth:`is_by` a key that is trusted."""
+    """The statement of a signature. It means nothing unless :meth:`is_by` a key that is trusted."""
 
     manifest: Digest | None
     """The manifest that it signs; None for a bundle of another program, which signs files only."""

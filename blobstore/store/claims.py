@@ -1,4 +1,4 @@
-"""Which blobs the processes of this machine are reading from a remote, so that each is read once.
+"""Claims of blobs that processes of this machine are reading from a remote, so that each blob is read once.
 
 A process claims a blob while it reads it and until the store has it: it locks one byte of a file, whose
 position is taken from the digest. A process that finds a blob claimed waits, and takes it from the store.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
 
 _POSITION_DIGITS: Final = 15
-"""How much of the hex digest gives the offset of its byte, which stays below 2**63."""
+"""Digits of the hex digest that give the offset of its byte, which stays below 2**63."""
 _MAX_CLAIMS: Final = 4096
 """For a process; the system looks through all locks of a file for each new one."""
 _STALL: Final = 60.0
@@ -42,7 +42,7 @@ class BlobClaims:
     """The claims of a process. Any number of threads may use them."""
 
     _open: ClassVar[WeakValueDictionary[tuple[int, Path], BlobClaims]] = WeakValueDictionary()
-    """Those in use, by process: a forked one has a copy of the others, and no claims."""
+    """The instances in use, by process: a forked process has copies of others, and no claims."""
     _opening = threading.Lock()
 
     def __init__(self, path: Path) -> None:

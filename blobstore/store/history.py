@@ -92,7 +92,7 @@ class History:
 
 
 class _Former(NamedTuple):
-    """What a file of a former manifest says, which never changes."""
+    """The content of a file with a former manifest, which never changes."""
 
     manifest: Digest
     blobs: frozenset[str] | None
@@ -146,7 +146,7 @@ def _read(path: Path) -> Iterator[FormerManifest]:
 
 
 def _key(reference: Reference) -> str:
-    """Return what the names of a model's files end with; models may have names of any length."""
+    """Return the end of the names of a model's files; models may have names of any length."""
     return Digest.of(reference.full.encode()).hex[:32]
 
 

@@ -68,7 +68,7 @@ class Layout:
         self.partial = root / ".blobstore" / "partial"
         """Unfinished downloads; see :mod:`blobstore.store.partial`."""
         self.remotes = root / ".blobstore" / "remotes"
-        """What was pushed and pulled, and unfinished uploads: a cache."""
+        """Records of pushes and pulls, and unfinished uploads: a cache."""
         self.signatures = root / ".blobstore" / "signatures"
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
         self.cache = root / ".blobstore" / "cache"

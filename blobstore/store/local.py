@@ -58,7 +58,7 @@ def default_root() -> Path:
 _PUBLIC = frozenset(
     ("blob_path", "check_digest", "exists", "has_model", "lock_timeout", "of", "read_blob")
 ) | {"references", "resolve", "root"}
-"""What :func:`dir` lists and docs/reference/python.md describes. Other packages use the rest."""
+"""The names that :func:`dir` lists and docs/reference/python.md describes. Other packages use the rest."""
 
 
 class LocalStore(ManifestReader):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Old(Enum):
-    """What a name had, if that is not a manifest with a digest."""
+    """The former state of a name, if that is not a manifest with a digest."""
 
     ABSENT = "free"
     UNREADABLE = "unreadable"

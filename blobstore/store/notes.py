@@ -30,7 +30,7 @@ _MALFORMED: Final = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
     BlobstoreError,
 )
-"""What a parser raises for a value of another form."""
+"""The exceptions of a parser for a value of another form."""
 
 
 class NoteKind(NamedTuple):
@@ -54,7 +54,7 @@ def unpack(kind: NoteKind, key: Digest, note: bytes) -> bytes | None:
 
 
 def parsed(note: bytes | None, parse: Callable[[Any], _Value]) -> _Value | None:
-    """Return what ``parse`` makes of the JSON of a note; None if there is no note, or it has another form."""
+    """Return the result of ``parse`` for the JSON of a note; None if there is no note, or it has another form."""
     if note is None:
         return None
     try:
@@ -77,7 +77,7 @@ def write_own(path: Path, root: Path, kind: NoteKind, value: Mapping[str, Any]) 
 def read_own(
     path: Path, kind: NoteKind, parse: Callable[[Any], _Value] = lambda value: value
 ) -> _Value | None:
-    """Return what ``parse`` makes of a note that this user has written; None as :func:`parsed`."""
+    """Return the result of ``parse`` for a note that this user has written; None as :func:`parsed`."""
     try:
         if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
             return None

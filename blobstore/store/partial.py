@@ -367,7 +367,7 @@ def _lengths(size: int) -> list[int]:
 
 
 def _counters(descriptor: int, size: int) -> list[int] | None:
-    """Return how many bytes of each part a partial file has; None if it makes no sense."""
+    """Return how many bytes of each part a partial file has; None if its counters are invalid."""
     lengths = _lengths(size)
     # The counters were cut off, so it was filled, even if its process died before it made it
     # read-only.

@@ -35,7 +35,7 @@ class ManifestState(NamedTuple):
     blobs: tuple[str, ...]
     """Hex digests, because there may be hundreds of thousands."""
     others: frozenset[str]
-    """Those that are not tensors, or not only tensors."""
+    """Blobs that are not tensors, or not only tensors."""
     lost: str | None
     """If the config cannot be read, the digest of the layer list that it would contain."""
 

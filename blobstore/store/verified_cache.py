@@ -47,7 +47,7 @@ class BlobState(NamedTuple):
     """The files that the bytes of a blob come from, as they are now."""
 
     key: str
-    """What an entry has instead of a name: the hex digest of a hot blob, and other digits for a cold one."""
+    """The key of an entry: the hex digest of a hot blob, and other digits for a cold one."""
     versions: tuple[FileVersion | None, ...]
     """Of the blob's own file, and of those that its base may have."""
 

@@ -227,11 +227,11 @@ def _unpack(stored: memoryview, low: int, count: int) -> Array:
 
 @cache
 def _factors(low: int) -> Array:
-    """Return what shifts the low bits of eight gaps to their places in a word."""
+    """Return the factors that shift the low bits of eight gaps to their places in a word."""
     return np.left_shift(np.uint64(1), _shifts(low))
 
 
 @cache
 def _shifts(low: int) -> Array:
-    """Return where the low bits of eight gaps begin in a word; they have at most 56 bits."""
+    """Return the positions of the low bits of eight gaps in a word; they have at most 56 bits."""
     return np.arange(0, 8 * low, low, dtype=np.uint64)

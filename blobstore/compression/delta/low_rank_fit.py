@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _RANKS: Final = (1, 2, 4, 8, 16)
 _MORE_RANKS: Final = (32, 64)
-"""Those that are tried where there are more directions than that."""
+"""Ranks that are tried if there are more directions."""
 _LEAST_STEP: Final = 8
-"""How many times more energy than the mean of all others the last direction has where there are."""
+"""There are more directions if the last one has so many times the mean energy of the others."""
 _MARGIN: Final = 8
 """Additional directions of the power iteration, for the accuracy of the wanted ones."""
 _PER_DOUBLING: Final = 0.01
@@ -61,7 +61,7 @@ _TESTED_COLUMNS: Final = 1 << 10
 _LARGE: Final = 1 << 20
 """Elements of a tensor that is worth the time for twice as many rows."""
 _LEAST_RATIO: Final = 10.0
-"""How many times smaller the energy of these must be without half of the directions."""
+"""The least ratio of all energy to that of the weaker half of the directions."""
 _MOST_EVEN: Final = 0.61
 """If half of the directions have at most a tenth of the energy, the square of the sum of all energies is
 at most this part of their number times the sum of their squares, which needs no decomposition."""
@@ -245,14 +245,14 @@ def _samples(pair: _Pair, elements: int) -> Iterator[tuple[Array, Array, Array]]
 
 
 class _Found(NamedTuple):
-    """How far rows go in which directions, the largest first."""
+    """The lengths of rows along the directions, the largest first."""
 
     lengths: Array
     """Of shape (directions, rows)."""
     directions: Array
     """Of shape (directions, columns)."""
     has_more: bool
-    """Whether the next directions are not what all others are too."""
+    """Whether the next directions stand out from the others, too."""
 
     def of(self, rank: int, limit: int) -> Factors | None:
         """Return factors of the first directions."""

@@ -58,7 +58,7 @@ _FACTORS: Final = {
     bits: np.left_shift(np.uint8(1), np.arange(0, _BYTE, bits, dtype=np.uint8)).reshape(-1, 1)
     for bits in _BITS[1:-1]
 }
-"""What shifts the differences of a byte to their places in it."""
+"""Factors that shift the differences of a byte to their places in it."""
 
 
 class Segment(NamedTuple):
@@ -91,7 +91,7 @@ def largest(form: int) -> int:
 
 
 class Histogram(NamedTuple):
-    """How often values occur in the differences of each class, about: counted in a sample and scaled."""
+    """Estimated counts of the values in the differences of each class, scaled from a sample."""
 
     small: Array
     """Of shape (classes, 257): the differences from -128 to 127, and all others."""
@@ -119,7 +119,7 @@ class Histogram(NamedTuple):
         return cls(small, planes)
 
     def merged(self) -> Histogram:
-        """Return that of all classes as one."""
+        """Return the counts of all classes as one."""
         planes = [values.sum(axis=0, keepdims=True) for values in self.bytes]
         return Histogram(self.small.sum(axis=0, keepdims=True), planes)
 

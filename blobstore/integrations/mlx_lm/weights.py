@@ -74,7 +74,7 @@ class Weights:
         self._specs = specs
         self._naming = naming
         self._of_gpt_oss: dict[str, TensorSpec] = {}
-        """What mlx-lm expects of them, by runtime name."""
+        """The tensors that mlx-lm expects, by runtime name."""
         for name in gpt_oss_weights:
             for suffix in ("", SCALE):
                 runtime = name + QPARAMS.get(suffix, "")

@@ -126,7 +126,7 @@ class Watch(TorchDispatchMode):
 
 
 def _identity(tensor: torch.Tensor) -> int | str:
-    """Return what a tensor and the views that begin with it have in common."""
+    """Return a key that a tensor shares with the views that begin with it."""
     return tensor.part.name if isinstance(tensor, PartTensor) else tensor.data_ptr()
 
 

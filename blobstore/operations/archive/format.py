@@ -149,7 +149,7 @@ class ArchivedModel(NamedTuple):
     manifest: Manifest
 
     def label(self, blob: Descriptor) -> str:
-        """Return what messages call a blob: the model and its layer."""
+        """Return the name of a blob in messages: the model and its layer."""
         layer = f"layer {quote(blob.name)}" if blob.name else quote(blob.media_type)
         return f"{self.reference}: {layer}"
 

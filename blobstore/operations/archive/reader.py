@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _READ_SIZE = 1 << 20
 _INTERNAL = frozenset(("bases_of", "forget_decoded", "keep_decoded"))
-"""What other modules use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
+"""Names that other modules use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
 
 class ArchiveReader:

@@ -61,7 +61,7 @@ _MAX_BARE: Final = 4 << 30
 _WAYS: Final[tuple[dict[str, Any], ...]] = ({}, {"prefetch": "read"}, {"read": "pread"})
 """The options of ``open`` that are compared."""
 _MAPPED: Final = _WAYS[:2]
-"""Those that leave bytes in the page cache, or in a remote."""
+"""Measurements that leave bytes in the page cache, or in a remote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

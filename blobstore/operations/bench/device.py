@@ -1,4 +1,4 @@
-"""What loads onto a device reach, compared with bare copies to it.
+"""The rates of loads onto a device, compared with bare copies to it.
 
 A load keeps all of its tensors, so what it takes is bounded by the memory that the device has left. Of a
 model that is too large, as many of its first tensors are loaded as need half of that.

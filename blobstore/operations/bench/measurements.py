@@ -1,4 +1,4 @@
-"""What ``bench`` measures, one way after the other, and what follows from the figures."""
+"""The measurements of ``bench``, one after the other, and the conclusions from the figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measurement:
     """How fast all bytes arrived in one way."""
 
     place: Place
-    """Where they came from."""
+    """The place that they came from."""
     reader: Literal["bare", "open"]
     how: str
     """The number of threads of bare reads, the kind of bare copies, or the call of ``open``."""
@@ -79,11 +79,11 @@ class Benchmark:
     advice: tuple[str, ...]
     """How near ``open`` comes to bare reads and copies, and the options that would help."""
     notices: tuple[str, ...]
-    """What was not measured, and why."""
+    """The measurements that were left out, with reasons."""
 
 
 def passes_of(size: int) -> int:
-    """Return how often so many bytes are measured."""
+    """Return how often a number of bytes is measured."""
     return PASSES if size < _FEW else 1
 
 

@@ -107,7 +107,7 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What :func:`compare_models` measured."""
+    """The result of :func:`compare_models`."""
 
     reference: Reference | str
     """A name, or the path of a GGUF file."""
@@ -313,7 +313,7 @@ def tensor_blocks(
 
 
 def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | None:
-    """Return what each row is multiplied by, float32 ``[rows, 1]``; None if the tensor has no scale."""
+    """Return the factors of the rows, float32 ``[rows, 1]``; None if the tensor has no scale."""
     scale = tensor.scale
     if scale is None:
         return None

@@ -86,7 +86,7 @@ def _with_head(tensors: Tensors, others: Tensors, embedding: str, head: str) -> 
 
 
 def _parts(tensor: SourceTensor, origin: Origin) -> Iterator[SourceTensor]:
-    """Yield what a tensor was made of."""
+    """Yield the tensors that a tensor was made of."""
     shape = tensor.shape
     if origin.heads and (not shape or shape[0] % (2 * origin.heads)):
         raise BlobDamaged(

@@ -75,7 +75,7 @@ class FileDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What :func:`diff_models` found."""
+    """The result of :func:`diff_models`."""
 
     ours: Reference | str
     """The name of the first model; a text if it is an address in a registry."""

@@ -36,7 +36,7 @@ _OWN_FILES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedModel:
-    """What became of one model of :func:`create_all`."""
+    """The outcome for one model of :func:`create_all`."""
 
     name: str
     """The name, valid or not."""

@@ -184,7 +184,7 @@ def _plan_blob(name: str, members: Iterable[Recipe], policy: Policy | None) -> B
 
 
 def _quantization(recipe: Recipe) -> Stated | None:
-    """Return what the metadata says of a tensor, or None for a plain tensor."""
+    """Return the quantization of a tensor by the metadata, or None for a plain tensor."""
     if isinstance(recipe, Prequantized | Quantized):
         return stated(recipe.item, recipe.group_size)
     return None

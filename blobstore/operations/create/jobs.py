@@ -78,7 +78,7 @@ class SharedImport:
 
     open_source: Callable[[], TensorSource]
     versions: SourceVersions
-    """Those of the source's files when the import was planned."""
+    """The versions of the source's files when the import was planned."""
     store: Path
     lock_timeout: float
     name: str

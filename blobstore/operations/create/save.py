@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     File = bytes | Path | Mapping[str, Any]
 
 _METADATA: Final = {"torch": {"format": "pt"}, "mlx": {"format": "mlx"}}
-"""What transformers and mlx-lm write into their files, and look for."""
+"""The metadata that transformers and mlx-lm write into their files, and look for."""
 
 
 @overload

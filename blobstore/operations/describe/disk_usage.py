@@ -154,7 +154,7 @@ class StoreDisk(NamedTuple):
     needs: Mapping[Reference, Mapping[Digest, int]]
     """The blobs of each manifest with their sizes in it; none if it cannot be read."""
     uses: Mapping[Digest, int]
-    """How many names need each blob."""
+    """The number of names that need each blob."""
     blobs: DiskBlobs
 
     def owners(self) -> dict[Digest, list[int]]:
@@ -228,7 +228,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
 
 
 class DiskBlobs(NamedTuple):
-    """What is in the folders of blobs."""
+    """The content of the folders of blobs."""
 
     sizes: Mapping[Digest, int]
     """Bytes of all blobs, hot and cold."""

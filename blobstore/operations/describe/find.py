@@ -89,7 +89,7 @@ class _Search:
         self._text = text
         self._is_pattern = is_pattern(text)
         self._found: dict[tuple[BlobId, str], list[StoredTensor] | BlobstoreError] = {}
-        """What blobs have, by the names of their layers, or why that is unknown."""
+        """The contents of blobs by the names of their layers, or the reason why they are unknown."""
 
     def places(self, entry: CatalogEntry, errors: list[BlobstoreError]) -> Iterator[FoundPlace]:
         """Yield the tensors and files of a model that have the name."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteUsage:
-    """What a remote model takes, or several together, and how much of it a store has."""
+    """The bytes of one or several remote models, and how many of them a store has."""
 
     address: str
     """Empty for several together."""
@@ -40,7 +40,7 @@ class RemoteUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteUsages:
-    """What remote models take."""
+    """The bytes of remote models."""
 
     models: tuple[RemoteUsage, ...]
     together: RemoteUsage

@@ -228,7 +228,7 @@ def _read_config(
     *,
     is_gguf: bool,
 ) -> Mapping[str, Any]:
-    """Return what says of which architecture a model is; note in ``faults`` if it is damaged."""
+    """Return the config or header that states a model's architecture; note in ``faults`` if it is damaged."""
     files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
     blob: Descriptor | None = manifest.config
     if not is_gguf:
@@ -276,7 +276,7 @@ def model_source(
 
 
 def check_options(record: SourceRecord) -> None:
-    """Check that ``create`` has such options. Raises BlobDamaged if it has not."""
+    """Check that the recorded options are options of ``create``. Raises BlobDamaged if not."""
     if record.options:  # most models have none, and this imports what plans an import
         from blobstore.operations.create.import_options import ImportOptions
 

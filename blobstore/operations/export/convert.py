@@ -37,7 +37,7 @@ _BATCH_SIZE = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """What :func:`convert_checkpoint` did."""
+    """The result of :func:`convert_checkpoint`."""
 
     path: Path
     tensors: int

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What :func:`export_model` did."""
+    """The result of :func:`export_model`."""
 
     folder: Path
     files: int

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linked:
-    """What :func:`link_model` did."""
+    """The result of :func:`link_model`."""
 
     folder: Path
     files: int

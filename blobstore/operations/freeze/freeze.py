@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
-"""What became of a blob: it was frozen now or before, or why it was not frozen."""
+"""The outcome for a blob: it was frozen now or before, or the reason why not."""
 
 
 class FrozenBlob(NamedTuple):
@@ -67,7 +67,7 @@ class FrozenBlob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """What :func:`freeze_models` did, or would do."""
+    """The result of :func:`freeze_models`."""
 
     references: tuple[Reference, ...]
     bases: tuple[tuple[Reference, Reference], ...]

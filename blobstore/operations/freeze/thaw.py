@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thawed:
-    """What :func:`thaw_models` did."""
+    """The result of :func:`thaw_models`."""
 
     references: tuple[Reference, ...]
     blobs: int

@@ -26,7 +26,7 @@ _LOCAL = re.compile(r"(threads|processes)(?::(\d{1,4}))?")
 
 @contextlib.contextmanager
 def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
-    """Give what makes an executor, again if the one before has lost a worker.
+    """Yield a function that makes an executor, again if the one before has lost a worker.
 
     Args:
         name: ``threads[:N]``, ``processes[:N]``, ``dask://host:port`` or ``ray://host:port``. There is one

@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestedModel:
-    """What became of one model of :func:`ingest`."""
+    """The outcome for one model of :func:`ingest`."""
 
     source: str
     name: str
@@ -165,7 +165,7 @@ class _Run:
         self._attempts = [0] * len(items)
         self._waiting = deque(range(len(items)))
         self._suspects: deque[int] = deque()
-        """Those of which one may have killed a worker. Each is tried again alone."""
+        """Models of which one may have killed a worker. Each is tried again alone."""
         self._alone: Future[Outcome] | None = None
         self._running: dict[Future[Outcome], tuple[int, Executor]] = {}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What became of one model."""
+    """The outcome for one model."""
 
     is_present: bool
     """Whether the target had the name already, so that nothing was done."""

@@ -218,7 +218,7 @@ def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Catal
 
 
 def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
-    """Return what would be garbage without these names."""
+    """Return the blobs that would be garbage without these names."""
     garbage = {digest for entry in entries for digest in entry.blobs}
     gone = {entry.reference for entry in entries}
     others = [other for other in read_catalog(store) if other.reference not in gone]

@@ -221,7 +221,7 @@ def _rebuilt(
     store: LocalStore,
     damaged: Collection[BlobId],
 ) -> RebuiltBlobs:
-    """Return what builds damaged blobs again, as the models that have them were created."""
+    """Return a builder of damaged blobs, with the options with which their models were created."""
     users = [
         manifest
         for manifest in _manifests(store, store.references())

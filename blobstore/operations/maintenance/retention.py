@@ -1,4 +1,4 @@
-"""Which models a rule of retention lets go: all but the last few of each name, or those of some age."""
+"""Rules of retention, which select the models to remove: all but the last few of each name, or old ones."""
 
 from __future__ import annotations
 

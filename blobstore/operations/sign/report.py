@@ -1,4 +1,4 @@
-"""Who signed what: ``verify --signatures`` reports the signatures of models, and what the policy says."""
+"""The operation ``verify --signatures``: reports the signatures of models, and the verdict of the policy."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_signatures(
     store: StoreLike = None,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[SignedModel, ...]:
-    """Return who signed models, as far as that can be verified.
+    """Return the signers of models, as far as they can be verified.
 
     Args:
         references: names of models, by default all.

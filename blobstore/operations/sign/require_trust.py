@@ -123,7 +123,7 @@ def _distinct(signatures: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
-    """Return what lists the signatures of a model, replaces damaged ones, and adds one."""
+    """Return an editor of a model's signatures, which lists them, replaces damaged ones and adds one."""
     folder = quote(store.signature_folder(manifest))
     damaged = sum(one.data is None for one in store.kept_signatures(manifest))
     return (
@@ -137,7 +137,7 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
     """Yield the signatures that are damaged, and unverified ones that no rule of the policy can use.
 
     Verified ones stay, whatever the policy of this user is: another user of the store may need them, and some
-    cannot be made again. A policy without keys, or one that cannot be read, does not say which can be used.
+    cannot be made again. Without keys of a policy that can be read, it is unknown which signatures can be used.
     """
     from blobstore.signatures.cosign import signed_by
 

@@ -36,7 +36,7 @@ class LockedModel:
     """Of the Hub, with ``commit`` and ``options``."""
     commit: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the import."""
+    """The options of the import."""
 
     @property
     def has_origin(self) -> bool:

@@ -231,7 +231,7 @@ class ObjectTarget:
 
 
 def _overlaps(objects: ObjectStore) -> Iterator[str]:
-    """Yield what to know about a store without models yet: that it lies within another, or around it."""
+    """Yield notices about a store without models yet: it may lie within another, or around it."""
     new = objects.address
     for other in objects.overlapping():
         outer, inner = sorted((new, other), key=lambda place: len(place.prefix))

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from blobstore.store.names import Name
 
 WITHOUT_BASES: Final = "compressed forms whose bases are not here"
-"""How the notice about them begins."""
+"""The start of the notice about them."""
 STREAMS: Final = 8
 """Blobs, or parts of blobs, that are fetched at once by default."""
 
@@ -87,7 +87,7 @@ class Pulled:
     """Whether the store had no such name."""
     seconds: float
     notices: tuple[str, ...] = ()
-    """What the policy warns about, and what is unusual there."""
+    """Warnings of the policy, and remarks about the remote."""
 
 
 def pull_model(
@@ -246,7 +246,7 @@ class _Pull:
             return all(ingest.find(*blob.id) for blob in blobs)
 
     def planned(self, with_model: Attached, expected: Collection[BlobId]) -> Fetched:
-        """Return what the pull would fetch."""
+        """Return the result that the pull would have, without fetching blobs."""
         source, store = self.source, self.store
 
         def is_here(blob: BlobId) -> bool:
@@ -362,5 +362,5 @@ def _base_notices(without_base: int) -> tuple[str, ...]:
 
 
 def _stored(missing: Iterable[Descriptor], layers: Mapping[Digest, ColdLayer]) -> list[BlobId]:
-    """Return what is fetched for each blob: its compressed form, if that is of use."""
+    """Return the blob that is fetched for each one: its compressed form, if that is of use."""
     return [layers[blob.digest].stored if blob.digest in layers else blob.id for blob in missing]

@@ -99,7 +99,7 @@ class Pushed:
     is_dry_run: bool
     seconds: float
     notices: tuple[str, ...] = ()
-    """That a new store lies within another."""
+    """Remarks, for example that a new store lies within another."""
 
 
 def push_model(
@@ -356,7 +356,7 @@ class _Push:
         self._bytes_verified = self._size + sum(self._cold_sizes)
 
     def result(self, reference: Reference, started: float) -> Pushed:
-        """Return what was done for a model since ``started``, by the monotonic clock."""
+        """Return the result of a push that began at ``started``, by the monotonic clock."""
         model = self._target.model
         return Pushed(
             reference=reference,

@@ -1,4 +1,4 @@
-"""What ``push`` needs from the place that it pushes a model to: a registry, or object storage."""
+"""The interface of the places that ``push`` sends models to: registries, and object storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blobstore.remotes.cold_layers import ColdLayer
 
 Sent = Literal["sent", "resumed", "mounted", "present"]
-"""How a target got bytes: now, by an interrupted push, from another repository; or it had them before."""
+"""The way in which a target got bytes: now, by an interrupted push, from another repository, or earlier."""
 
 
 class PushedModel(NamedTuple):
@@ -30,7 +30,7 @@ class PushedModel(NamedTuple):
     layout: RemoteLayout | Literal["store"]
     manifests: int
     blobs: Sequence[PushedBlob]
-    """What the manifests need, each once."""
+    """The blobs that the manifests need, each once."""
     is_published: bool
     """Whether the name referred to this model before the push."""
     replaced: Digest | None = None
@@ -45,12 +45,12 @@ class PushTarget(Protocol):
     """
 
     kind: str
-    """What it is, for messages."""
+    """The kind of target, for messages."""
     checks_manifests: bool
     """Whether it accepts a manifest only with all its blobs: then these need not be looked for."""
     model: PushedModel
     notices: Sequence[str]
-    """What the user should know about the target."""
+    """Notices for the user about the target."""
 
     def has(self, blob: PushedBlob) -> bool:
         """Return whether the target says that it has a blob and keeps it, which is only a hint."""

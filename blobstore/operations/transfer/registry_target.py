@@ -56,7 +56,7 @@ _MANY_LAYERS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryOptions:
-    """How a registry gets a model: options that object storage does not have."""
+    """Options of a push to a registry, which object storage does not have."""
 
     layout: RemoteLayout = "oci"
     """``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a container image with
@@ -290,7 +290,7 @@ class RegistryTarget:
             raise
 
     def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
-        """Return what may help if a registry refuses a manifest, or nothing."""
+        """Return advice if a registry refuses a manifest, or nothing."""
         # The config has a digest too. An approximate number will do for advice.
         layers = manifest.data.count(b'"digest"') - 1
         if layers > _MANY_LAYERS:

@@ -57,7 +57,7 @@ class SyncedModel:
 def lock_models(
     references: Iterable[str | Reference], *, remote: str | None = None, store: StoreLike = None
 ) -> list[LockedModel]:
-    """Return what a lock file says about models: digests, and where each came from.
+    """Return the entries of a lock file for models: digests, and the origin of each.
 
     Args:
         references: the models.

@@ -37,7 +37,7 @@ class Attached(NamedTuple):
     """Without those that the registry must have before, such as cold layers."""
     artifact_type: str = ""
     tag: str = ""
-    """What finds it, if it names no subject."""
+    """The tag that finds it, if it names no subject."""
 
     @property
     def listed(self) -> RemoteDescriptor:

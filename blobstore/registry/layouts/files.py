@@ -48,7 +48,7 @@ class RemoteFile(NamedTuple):
     """A layer that is a file of a model's folder, or a tar of files."""
 
     path: str
-    """Where it belongs in the folder; empty for a tar."""
+    """Its path in the folder; empty for a tar."""
     digest: Digest
     size: int
     is_tar: bool = False
@@ -100,7 +100,7 @@ def _unnamed_weights(layers: Sequence[RemoteDescriptor]) -> dict[Digest, str]:
 
 
 def _kind(layer: RemoteDescriptor) -> tuple[str, str]:
-    """Return what a layer is for, and its form."""
+    """Return the purpose of a layer, and its form."""
     match = _MODEL_PACK.fullmatch(layer.media_type)
     if match:
         return match["kind"], match["form"]

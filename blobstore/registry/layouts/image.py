@@ -97,7 +97,7 @@ def image_layers(data: bytes, metadata: ModelMetadata) -> ImageLayers:
 def plan_image(
     data: bytes, layers: ImageLayers, digests: Sequence[Digest], metadata: ModelMetadata
 ) -> RemotePlan:
-    """Return what a registry needs for an image.
+    """Return the plan of an image: the manifests and blobs that a registry needs.
 
     Args:
         data: the local manifest.

@@ -40,7 +40,7 @@ _SCALES = (("Q", 10**15), ("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3
 
 
 def plan_oci(data: bytes, metadata: ModelMetadata, *, max_layers: int = MAX_LAYERS) -> RemotePlan:
-    """Return what a registry needs for the model with the local manifest ``data``.
+    """Return the plan of the model with the local manifest ``data``: the manifests and blobs that a registry needs.
 
     Raises:
         InvalidManifest: the manifest breaks the format.

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
 
 LAYER_TYPES = ("application/vnd.ollama.image.", "application/vnd.blobstore.")
-"""How the media types of a model's layers begin; those of container images begin otherwise."""
+"""The start of the media types of a model's layers, which container images do not have."""
 
 
 def plan_ollama(data: bytes) -> RemotePlan:
-    """Return what a registry needs for the model with the local manifest ``data``.
+    """Return the plan of the model with the local manifest ``data``: the manifests and blobs that a registry needs.
 
     Raises:
         InvalidManifest: the manifest breaks the format.

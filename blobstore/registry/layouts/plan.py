@@ -61,7 +61,7 @@ _FILES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetadata:
-    """What the blobs of a model say about it. Empty values are left out of remote configs."""
+    """Facts about a model from its blobs. Empty values are left out of remote configs."""
 
     name: str = ""
     family: str = ""

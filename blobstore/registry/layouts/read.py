@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
 
 FILE_CONFIGS: Final = ("application/vnd.docker.ai.model.config.", MODEL_CONFIG)
-"""How the media types of configs of models begin that other tools push file by file."""
+"""Starts of the media types of configs that other tools push with the files of a model."""
 
 GetManifest = Callable[[Digest], "RemoteManifest"]
 ReadBlob = Callable[[Digest, int], bytes]
@@ -37,7 +37,7 @@ ReadBlob = Callable[[Digest, int], bytes]
 
 
 class Place(NamedTuple):
-    """Where a registry has the bytes of a blob: in a larger blob, from an offset on."""
+    """The place of a blob's bytes in a registry: in a larger blob, from an offset on."""
 
     digest: Digest
     size: int

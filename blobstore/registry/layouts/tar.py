@@ -16,7 +16,7 @@ ROOT: Final = "models"
 _BLOCK: Final = 512
 _OCTAL: Final = re.compile(rb"[0-7]{11}")
 TAR_END: Final = bytes(2 * _BLOCK)
-"""What follows the last file."""
+"""The bytes after the last file."""
 _FILE: Final = b"0"
 _KINDS: Final = (_FILE, b"5", b"x")
 """Files, folders, and the long name of the entry that follows."""
