@@ -1,4 +1,4 @@
-"""The arguments of commands: models, tensors and paths, how shells complete them, and what they name."""
+"""The arguments of commands: models, tensors and paths, their completion in shells, and their meaning."""
 
 from __future__ import annotations
 

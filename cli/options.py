@@ -1,4 +1,4 @@
-"""The options that commands share, and what the texts of users mean there."""
+"""The options that commands share, and the meaning of their texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source layer of a manifest: the files that a model was imported from, and what its blobs do not hold.
+"""The source layer of a manifest: the files that a model was imported from, and the bytes that its blobs do not hold.
 
 With it, an export writes the weight files of the source byte for byte: the layer holds their headers, and
 the blobs hold their tensors. The layer is a JSON object, described in docs/reference/format.md. It names no

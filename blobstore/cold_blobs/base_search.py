@@ -297,7 +297,7 @@ def _replace_base(
 def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:
     """Choose bases one after the other: each time the model with which most is saved.
 
-    What a model saves as a base is what the others save with it, less what it saves itself so far.
+    The gain of a base is the sum that others save with it, less the bytes that it saves itself so far.
     """
     by_base: dict[Reference, dict[Reference, float]] = defaultdict(dict)
     for one, others in gains.items():

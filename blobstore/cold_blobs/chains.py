@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     """How well others serve as the bases of models."""
 
 _PER_LINK: Final = 1 / 8
-"""A delta counts as so much larger for each delta that its base needs."""
+"""The share by which a delta counts as larger for each delta that its base needs."""
 
 
 class Fit(NamedTuple):

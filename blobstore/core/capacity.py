@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 
 
 class Capacity(NamedTuple):
-    """How many there are of something, and what happens to one more."""
+    """The limit of a resource, and the treatment of one more request for it."""
 
     most: int
     when_full: Literal["refused", "queued", "yields"]
@@ -24,7 +24,7 @@ class Capacity(NamedTuple):
     what: str
 
     def executor(self) -> ThreadPoolExecutor:
-        """Return so many threads, which begin when there is work."""
+        """Return a pool of this many threads, which begin when there is work."""
         return ThreadPoolExecutor(self.most, self.what.partition(" ")[0])
 
 

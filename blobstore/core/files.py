@@ -228,7 +228,7 @@ def make_folders(folder: Path, top: Path, *, durable: bool = True) -> None:
 
 
 def give_to_owner(new: Path) -> None:
-    """Give a new, empty file or folder of root to the owner of its folder, who is locked out otherwise.
+    """Give a new, empty file or folder of root to the owner of its folder, or that user would be locked out.
 
     Containers often run as root in the folders of other users. That owner may replace any part of the
     path at any time, so nothing is followed, and only what is still empty and has no other name is given.

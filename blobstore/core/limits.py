@@ -79,7 +79,7 @@ class Crowded(RemoteError):
 class Memory:
     """Bytes of memory that documents may take at the same time. Any number of threads may use it.
 
-    Nobody waits for memory: who waits would keep what others wait for.
+    Callers never wait for memory, because a waiting one would hold memory that others wait for.
     """
 
     def __init__(self, most: int) -> None:
@@ -113,7 +113,7 @@ IMPORT: Final = 640 * _MIB
 
 
 class Held:
-    """Memory that is held until it is released, or nobody has this object any more."""
+    """Memory that is held until it is released, or until nothing refers to this object."""
 
     def __init__(self, memory: Memory | None = None, most: int = 0) -> None:
         """Hold none yet.
@@ -193,7 +193,7 @@ class Budget:
     """The rest of a limit on documents of one kind. Any number of threads may use it."""
 
     def __init__(self, limit: Limit, what: str, advice: str = ADVICE) -> None:
-        """Take the name of the documents for messages, and what to do if there is too much of them."""
+        """Take the name of the documents for messages, and the advice if there is too much of them."""
         self._limit = limit
         self._what = what
         self._advice = advice

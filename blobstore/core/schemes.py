@@ -54,7 +54,7 @@ def respelled(text: str) -> str:
 
 
 def advice_for(text: str, role: Role) -> str:
-    """Return which command does what a user wants who gave an address instead of a path; empty if unknown."""
+    """Return the command for a user who gave an address instead of a path; empty if unknown."""
     if short := _SHORT_HUB.match(text):
         return f"for the Hub's repository, say hf://{short[1]}" if role == "source" else ""
     scheme, shown = scheme_of(text), quote_url(text)[1:-1]

@@ -397,7 +397,7 @@ def _folder_tensors(
 def _components(
     model: ModelContents, specs: Iterable[TensorSpec], stems: Mapping[str, str]
 ) -> list[Component]:
-    """Return the tensors of each folder that has some, and what its weight files are called."""
+    """Return the tensors of each folder that has some, and the names of its weight files."""
     is_single, variants = is_adapter(model.manifest), _variants(model.record)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
     for spec in specs:

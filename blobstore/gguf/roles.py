@@ -124,7 +124,7 @@ def has_quantization(name: str, quantization: str) -> bool:
 def belongs_to(companion: str, model: str) -> bool:
     """Return whether the stem of a companion is that of one model among several.
 
-    What is before ``mmproj`` begins the name of the model, and what is behind it is in that name.
+    The text before ``mmproj`` begins the name of the model, and the text behind it is in that name.
     """
     words = re.split(
         r"(?:^|(?<=[-_. ]))(?:mmproj|mtp|lora|adapter)(?:-model)?(?=[-_. ]|$)", companion

@@ -125,7 +125,7 @@ class Transport:
     ) -> Reply | None:
         """Send a request, again if it fails; None if there is no such thing, or a hint is refused.
 
-        ``on_error`` is called with what keeps a hint from being answered.
+        ``on_error`` is called with the error that keeps a hint from being answered.
 
         Raises:
             RemoteError: the registry cannot be reached. Or it refuses, fails or sends more, and the request

@@ -82,7 +82,7 @@ class ObjectTag(NamedTuple):
 
 
 class ObjectVersion(NamedTuple):
-    """The content of a small object, and what identifies it."""
+    """The content of a small object, and its identity."""
 
     data: bytes
     tag: ObjectTag | None

@@ -263,9 +263,9 @@ class ObjectStore:
     def change_cold_index(
         self, folder: str, manifest: Digest, change: Callable[[bytes | None], bytes | None]
     ) -> None:
-        """Replace a list of compressed forms by what ``change`` makes of it; None leaves it as it is.
+        """Replace a list of compressed forms by the result of ``change``; None leaves it unchanged.
 
-        So does a list that nobody would read, because it is too large. ``folder`` is :data:`COLD_INDEXES` or :data:`COLD_BASES`.
+        A list that is too large to be read is not written either. ``folder`` is :data:`COLD_INDEXES` or :data:`COLD_BASES`.
 
         Raises:
             Conflict: other processes changed it again and again.

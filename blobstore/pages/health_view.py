@@ -1,4 +1,4 @@
-"""The view of health: the age of models, what was verified, what is damaged, and what gc would remove."""
+"""The view of health: the age of models, what was verified, damaged files, and the blobs that gc would remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors format: a library with the interface of the reference's, and what the store reads blobs with.
+"""The safetensors format: a library with the interface of the reference, and the store's reader of blobs.
 
 ``header`` converts between bytes and checked values, ``serialization`` writes files, and ``handle`` opens
 them. ``writer`` writes tensors one by one, and ``edit`` changes files. ``numpy``, ``torch`` and ``mlx`` save

@@ -102,7 +102,7 @@ class _Stored(NamedTuple):
 
 
 class _Edit:
-    """An open file, and what it is to become."""
+    """An open file, and its new content."""
 
     def __init__(
         self,

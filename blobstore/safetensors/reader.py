@@ -72,7 +72,7 @@ class Reader(Protocol):
         """Prepare to bring bytes ``begin`` to ``end`` into memory.
 
         Returns:
-            A reader of these bytes, and what brings a part of them before they are read. If ``begin`` is
+            A reader of these bytes, and a function that prefetches a part of them. If ``begin`` is
             ``end``, a reader that brings itself what is selected.
         """
 

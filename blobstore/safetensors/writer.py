@@ -203,7 +203,7 @@ def _checked_bytes(spec: TensorSpec, tensor: Any) -> memoryview:
 
 
 class NamedBytes(NamedTuple):
-    """A tensor to write: what it is, and what returns its bytes."""
+    """A tensor to write: its description, and a function that returns its bytes."""
 
     spec: TensorSpec
     read: Callable[[], memoryview]

@@ -105,7 +105,7 @@ def _presented(request: Request) -> bytes:
 
 
 def parse_tokens(data: bytes) -> tuple[Sequence[bytes], str]:
-    """Return the tokens of a file, and what is wrong with it: empty if nothing is.
+    """Return the tokens of a file, and its fault: empty if it has none.
 
     There is one on each line; empty lines, and those that begin with #, are skipped. One that is too short, or has
     a character that no token has, is wrong. So are too many tokens, and none at all.

@@ -54,7 +54,7 @@ def model_files(store: LocalStore, manifest: Manifest) -> dict[str, Content]:
     Raises:
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must not
             be written.
-        BlobstoreError: the model has no files of a model.
+        BlobstoreError: the model cannot be exported as files.
     """
     if manifest.layers_of(*media_types.GGUF):
         files = {name: whole_blob(layer) for name, layer in _gguf_layers(manifest).items()}

@@ -144,7 +144,7 @@ def _look_ahead(library: Library) -> None:
 
 
 def _read_tokens(path: Path) -> tuple[Sequence[bytes], BlobstoreError | None]:
-    """Return the tokens of a file, and what is wrong with it."""
+    """Return the tokens of a file, and its fault, if it has one."""
     try:
         tokens, wrong = parse_tokens(read_regular(path, _MAX_TOKEN_FILE))
     except BlobstoreError as error:
@@ -158,7 +158,7 @@ def _read_tokens(path: Path) -> tuple[Sequence[bytes], BlobstoreError | None]:
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second.
 
-    What the file does not have any more is no token, whatever else is wrong with it.
+    A token that is no longer in the file is refused, even if the file has faults.
     """
 
     def __init__(

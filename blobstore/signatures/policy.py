@@ -1,4 +1,4 @@
-"""The policy: whose signatures a model needs, and what happens without them. It does no I/O.
+"""The policy: the signatures that a model needs, and the action without them. It does no I/O.
 
 A policy is a TOML file; docs/guides/signatures.md describes it. The first rule whose pattern matches a
 model's name decides. A mistake in the file is an error and never an open door: unknown keys, types and names

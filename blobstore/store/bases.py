@@ -1,4 +1,4 @@
-"""Bases: the blobs that cold ones are deltas against, kept and judged by whatever files they have.
+"""Bases: the blobs that cold ones are deltas against, kept and judged by any of their files.
 
 One file of a base may be intact where another is damaged.
 """

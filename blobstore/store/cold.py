@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from blobstore.store.layout import Layout
 
     BaseFiles = Callable[[Digest, int], Iterator[BaseBlob]]
-    """Yields the base with a digest and a size from each of its files, opened when it is asked for."""
+    """Yields a base, given its digest and size, from each of its files. Each is opened when it is asked for."""
 
     Read = Callable[[ColdFile], FileBytes | None]
     """Returns the bytes of a file whose ends it has read, or None if the mapped bytes will do."""

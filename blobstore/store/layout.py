@@ -80,7 +80,7 @@ class Layout:
         self.claims = root / ".blobstore" / "claims"
         """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"
-        """Whose signatures the models of the store need."""
+        """The policy: which signatures the models of the store need."""
         # Prefixes, built once: pathlib would take long to join thousands of paths.
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)

@@ -87,7 +87,7 @@ class PartialBlob:
     def open(
         cls, folder: Path, blob: BlobId, check: Callable[[], object] = lambda: None
     ) -> Self | None:
-        """Return a file with what was fetched of a blob; None if another process is fetching it.
+        """Return a file with the fetched bytes of a blob; None if another process is fetching it.
 
         Args:
             folder: of the partial files.
@@ -176,7 +176,7 @@ class PartialBlob:
         return range(begin + self._done[part], min(begin + PART, self.blob.size))
 
     def write(self, part: int, data: Buffer) -> None:
-        """Append bytes to what is there of a part.
+        """Append bytes to a part.
 
         Raises:
             ValueError: the part is too short for them.

@@ -89,7 +89,7 @@ _EFFORTS: Final[dict[Level, _Effort]] = {
 
 
 class Fit(NamedTuple):
-    """Factors, and what they save."""
+    """Factors, and the bytes that they save."""
 
     factors: Factors
     ratio: float
@@ -198,7 +198,7 @@ class _Pair(NamedTuple):
 
 
 class _Best:
-    """The factors with which a tensor takes least, for the time that they take."""
+    """The best factors so far: they save most bytes in relation to their time."""
 
     def __init__(self, pair: _Pair, effort: _Effort) -> None:
         self.factors: Factors | None = None

@@ -1,4 +1,4 @@
-"""The settings of the load format, and what vLLM is given to use it. Imports nothing of vLLM."""
+"""The settings of the load format, and the arguments with which vLLM uses it. Imports nothing of vLLM."""
 
 from __future__ import annotations
 

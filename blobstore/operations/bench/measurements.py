@@ -21,7 +21,7 @@ _FEW: Final = 1 << 30
 PASSES: Final = 3
 """The fastest of so many measurements counts, if there are few bytes."""
 _BETTER: Final = 1.2
-"""A way that is so many times as fast is worth an option."""
+"""A way must be so many times as fast to be worth an option."""
 _MOST: Final = 0.8
 """The part of available memory that a load may take."""
 _RATE: Final = attrgetter("rate")
@@ -88,7 +88,7 @@ def passes_of(size: int) -> int:
 
 
 def fits(size: int, memory: int) -> bool:
-    """Return whether so many bytes may be loaded where there is so much memory left."""
+    """Return whether ``size`` bytes may be loaded if ``memory`` bytes are free."""
     return size <= _MOST * memory
 
 

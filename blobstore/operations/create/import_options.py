@@ -1,4 +1,4 @@
-"""Completes the record of a source with the options of its import and what its blobs leave out."""
+"""Completes the record of a source with the options of its import and the bytes that its blobs leave out."""
 
 from __future__ import annotations
 

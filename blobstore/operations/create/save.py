@@ -162,7 +162,7 @@ _STARTS_NO_THREADS_AT_EXIT: Final = (3, 12) <= sys.version_info < (3, 12, 2)
 
 
 class _Save(Future["Created"]):
-    """A save in the background, which remembers whether somebody has asked what became of it."""
+    """A save in the background, which remembers whether its result was asked for."""
 
     def __init__(self, reference: Reference) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _Save(Future["Created"]):
 
 
 _SAVES: set[_Save] = set()
-"""The saves that run, and those that failed without anybody asking; a forked process has none."""
+"""Saves that are running, and failed ones whose result was not asked for; a forked process has none."""
 os.register_at_fork(after_in_child=_SAVES.clear)
 
 
@@ -213,7 +213,7 @@ def _register_exit() -> None:
 
 
 def _exit() -> None:
-    """Report the saves that failed, and let the process fail: nobody can ask for the results any more."""
+    """Report the saves that failed, and let the process fail, because results cannot be asked for any more."""
     is_failure = False
     wait([future.settled for future in list(_SAVES)])
     for future in list(_SAVES):
@@ -271,7 +271,7 @@ def _framework(name: str, tensor: object) -> str:
 
 
 def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Callable[[], Buffer]]:
-    """Return the spec of a tensor, and what returns its bytes.
+    """Return the spec of a tensor, and a function that returns its bytes.
 
     Raises:
         UsageError: the name is not a text.

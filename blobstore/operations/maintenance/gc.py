@@ -47,7 +47,7 @@ _HOLD = 0.2
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
 _IMPLAUSIBLE = 0.9
-"""The share of all blobs from which on so much garbage is more likely a mistake."""
+"""The share of all blobs above which garbage is more likely a mistake."""
 _PREFIX = Digest("").file_name
 
 Reason = Literal["young", "in use", "base", "damaged manifest", "partial"]

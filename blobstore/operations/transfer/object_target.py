@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def find_target(text: str) -> StoreAddress | ModelAddress:
     """Return the store that an address names, or if it ends with a tag, the model with its store.
 
-    Of the stores that the address of a model may mean, one that has models wins: none is made within it.
+    The address of a model may mean several stores. One that has models wins, so that no store is made within it.
 
     Raises:
         InvalidReference: the address is not valid.

@@ -217,7 +217,7 @@ class _Pull:
     ) -> tuple[SelectedSignatures, Verdict | None, Attached]:
         """Ask the policy, before any weight is fetched; return what the registry has apart from blobs.
 
-        These are the signatures to keep, what the policy says, and what else comes with the model.
+        These are the signatures to keep, the verdict of the policy, and the lists that come with the model.
         """
         source, store = self.source, self.store
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
