@@ -47,6 +47,9 @@ FETCH: Final = Capacity(
 LIST: Final = Capacity(1, "queued", "lists of models and tags that are made")
 WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")
 DECODED: Final = Capacity(32, "yields", "decoded pieces of frozen blobs that are being sent")
+ARRIVING_FILES: Final = Capacity(
+    4096, "refused", "files of arrivals, each of which is open until the model is imported"
+)
 DOWNLOADS: Final = Capacity(8, "queued", "downloads: files of a model that are fetched at once")
 PROBES: Final = Capacity(64, "queued", "probes: peers that are asked for a model at once")
 PEER_BLOBS: Final = Capacity(8, "queued", "blobs that are fetched from peers for a model at once")

@@ -28,7 +28,7 @@ from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.arriving_file import ArrivingFile
-from blobstore.serve.fetch import Fetch
+from blobstore.serve.fetch import Fetch, lacks_files
 from blobstore.serve.import_memory import ImportMemory
 from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
@@ -183,9 +183,9 @@ class Arrival(Fetch):
         """
         try:
             selection = select_files(tree, DEFAULT_OPTIONS)
-        except (SourceError, DamagedSource):
-            if not all(file.is_complete for file in self.files.values()):
-                raise  # the upstream has not sent what it lists
+        except (SourceError, DamagedSource) as error:
+            if lacks_files(error) or not all(file.is_complete for file in self.files.values()):
+                raise  # this process cannot read it, or the upstream has not sent what it lists
             names = sorted(small_files(tree, tree.files_below(), []))
             tree.keep(names)
             return names
@@ -199,8 +199,8 @@ class Arrival(Fetch):
         update = self._host.update_of(self.reference, (self.repository, self.commit))
         try:
             self._import_from(tree, update, large)
-        except (SourceError, DamagedSource):
-            if tree.kept is not None:
+        except (SourceError, DamagedSource) as error:
+            if tree.kept is not None or lacks_files(error):
                 raise
             # All files are those that the upstream lists. What is wrong with them is for their readers.
             tree.keep([name for name in names if is_valid_name(name)])
@@ -251,7 +251,7 @@ class Arrival(Fetch):
         }
         if new:
             found = sum(file.find() for file in new.values())
-            self._claim.extend(sum(file.size for file in new.values()), found)
+            self._claim.extend(sum(file.size for file in new.values()), found, len(new))
             self.files |= new
             self._waiting |= new
         return [self.files[name] for name in names]

@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from blobstore.core import capacity
 from blobstore.core.escape import quote
 from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
@@ -23,10 +24,17 @@ if TYPE_CHECKING:
 _PIECE = 1 << 20
 
 
+def max_files(limit: int) -> int:
+    """Return how many arriving files there may be in a process that may open ``limit`` files; -1 for any number."""
+    most = capacity.ARRIVING_FILES.most
+    # An import opens them once more, and half is left for connections.
+    return most if limit < 0 else min(most, limit // 4)
+
+
 class Space(Protocol):
     """The disk space that arriving models claim. Threads may share it."""
 
-    def extend(self, claim: Claim, size: int, found: int) -> object:
+    def extend(self, claim: Claim, size: int, found: int, files: int) -> object:
         """See :class:`Claim`."""
 
     def spend(self, claim: Claim, size: int) -> object:
@@ -48,16 +56,18 @@ class Claim:
         """Bytes that were written, or are about to be."""
         self.taken = 0
         """Bytes for which space is reserved."""
+        self.files = 0
+        """Files that may be open."""
         self._space = space
 
-    def extend(self, size: int, found: int = 0) -> None:
-        """Claim ``size`` bytes more, of which ``found`` lie there from an earlier attempt.
+    def extend(self, size: int, found: int = 0, files: int = 1) -> None:
+        """Claim ``size`` bytes more in so many files, of which ``found`` lie there from an earlier attempt.
 
         Raises:
-            Refusal: there is not enough space, or the models that are there are in use.
+            Refusal: there is not enough space, or the models that are there are in use, or too many files are open.
             BlobstoreError: the disk is too full, or the store is damaged.
         """
-        self._space.extend(self, size, found)
+        self._space.extend(self, size, found, files)
 
     def spend(self, size: int) -> None:
         """Make space for bytes that are about to be written, and for as many more.

@@ -9,6 +9,7 @@ are removed as bytes arrive, not for what an upstream lists: one that lists more
 from __future__ import annotations
 
 import contextlib
+import resource
 import shutil
 import threading
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
-from blobstore.serve.arriving_file import Claim
+from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.names import repository_of
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
@@ -92,11 +93,19 @@ class CacheLimit:
             self._claims.add(claim)
         return claim
 
-    def extend(self, claim: Claim, size: int, found: int) -> None:
+    def extend(self, claim: Claim, size: int, found: int, files: int) -> None:
         """See :class:`Space`."""
         with self._store.writing():
             make_folders(self._store.folder("temporary"), self._store.root)
         with self._lock:
+            most = max_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            if sum(one.files for one in self._claims) + files > most:
+                raise Refusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE
+                    if claim.files + files <= most
+                    else HTTPStatus.INSUFFICIENT_STORAGE,
+                    message=f"this server fetches {most} files at a time at most",
+                )
             listed = sum(one.size for one in self._claims) + size
             self._store.check_space(listed - found - sum(one.spent for one in self._claims))
             if self._max_size is not None:
@@ -113,6 +122,7 @@ class CacheLimit:
                     )
             claim.size += size
             claim.spent += found
+            claim.files += files
 
     def spend(self, claim: Claim, size: int) -> None:
         """See :class:`Space`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from blobstore.core.files import make_folders
+from blobstore.core.limits import Crowded
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, DamagedSource, RemoteError, StoreError
 from blobstore.serve.refusal import Refusal
@@ -80,8 +82,13 @@ class Fetch(ABC):
             self.error = error
         except OSError as error:
             self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
+            self.error.__cause__ = error
         except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
             self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
+        if lacks_files(self.error):  # the upstream is not at fault
+            self.error = Crowded(
+                f"{self.repository}: this process has too many open files", advice="try again later"
+            )
         if not isinstance(self.error, RemoteError | Cancelled):
             shutil.rmtree(self._folder, ignore_errors=True)
         self._claim.release()
@@ -120,3 +127,12 @@ class Fetch(ABC):
         """Raise Cancelled if the thread is to end."""
         if self._is_stopped:
             raise Cancelled("stopped")
+
+
+def lacks_files(error: BaseException | None) -> bool:
+    """Return whether something has failed because this process, or the machine, has too many open files."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False

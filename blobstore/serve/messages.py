@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from blobstore.core import strict_json
-from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -247,13 +244,3 @@ def has_tag(request: Request, quoted: str) -> bool:
     return listed.strip() == "*" or quoted in (
         tag.strip().removeprefix("W/") for tag in listed.split(",", 100)
     )
-
-
-def log_line(**fields: object) -> str:
-    """Return a line of JSON for the log: the time, and the fields that are not empty, escaped and shortened."""
-    shown = {
-        name: escape(value, 500) if isinstance(value, str) else value
-        for name, value in fields.items()
-        if value != ""
-    }
-    return json.dumps({"time": round(time.time(), 3), **shown})

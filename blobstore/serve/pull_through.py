@@ -33,7 +33,8 @@ from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
-from blobstore.serve.messages import PEER, log_line
+from blobstore.serve.log import write_line
+from blobstore.serve.messages import PEER
 from blobstore.serve.names import MAIN, any_tag, name_of
 from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.peers import Peers
@@ -104,7 +105,7 @@ class PullThrough:
             StoreError: the store cannot be written.
         """
         self._library, self._store = library, library.store
-        self._fresh, self._log = fresh, log
+        self._fresh, self._note = fresh, partial(write_line, log)
         self.peers = Peers(self._store, peers, self._note)
         """See :class:`ArrivalHost`."""
         self._rights = Rights(library.pulled, has_token=bool(token))
@@ -594,7 +595,3 @@ class PullThrough:
     def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
         bounded(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
-
-    def _note(self, **fields: object) -> None:
-        if self._log is not None:
-            self._log(log_line(**fields))

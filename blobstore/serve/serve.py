@@ -15,7 +15,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
-from blobstore.serve.messages import log_line
+from blobstore.serve.log import write_line
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.store.local import LocalStore, StoreLike
@@ -176,8 +176,8 @@ class _TokenFile:
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             before = str(self._wrong)
             self._look()
-            if self._wrong is not None and self._log is not None and str(self._wrong) != before:
-                self._log(log_line(error=str(self._wrong)))
+            if self._wrong is not None and str(self._wrong) != before:
+                write_line(self._log, error=str(self._wrong))
         return Access(self.tokens)
 
     def _look(self) -> None:

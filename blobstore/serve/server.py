@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from blobstore.core import capacity, interrupts, limits
-from blobstore.core.escape import escape
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
+from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
+from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     The function that it gets returns the server's metrics.
     """
-    Log = Callable[[str], object]
+    Write = Callable[[str], object]
     """Writes lines of a log. It is called on a thread of its own."""
 
 MAX_CONNECTIONS = capacity.CONNECTIONS.most
@@ -109,7 +108,7 @@ class Server:
     def __init__(
         self,
         store: LocalStore,
-        log: Log | None,
+        log: Write | None,
         *,
         in_threads: bool = False,
         heals: bool = False,
@@ -131,8 +130,7 @@ class Server:
         self._watches = Watches()
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
-        self._log = log
-        self._lines: deque[str] = deque()
+        self._log = Log(log)
         self._connections: Callable[[], int] = lambda: 0
 
     async def run(
@@ -156,7 +154,7 @@ class Server:
             handle,
             handler_cancellation=True,
             access_log=None,
-            logger=_ErrorLog(self._note),
+            logger=ErrorLog(self._log),
             keepalive_timeout=IDLE_SECONDS,
             max_line_size=MAX_HEAD,
             max_field_size=MAX_HEAD,
@@ -164,7 +162,7 @@ class Server:
         )
         self._connections = lambda: len(manager.connections)
 
-        loop, most, opening = asyncio.get_running_loop(), max_connections(), 0
+        loop, most, opening = asyncio.get_running_loop(), max_connections(fetches=self._heals), 0
 
         def opened() -> None:
             nonlocal opening
@@ -181,7 +179,7 @@ class Server:
 
         listening = await loop.create_server(connected, sock=listener, backlog=1024)
         chores = [
-            asyncio.create_task(self._repeat(_LOG_SECONDS, self._flush)),
+            asyncio.create_task(self._repeat(_LOG_SECONDS, self._log.flush)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
         ]
         try:
@@ -191,7 +189,7 @@ class Server:
             if request := interrupts.signal_name():
                 # Whatever blocks a thread: a disk, a log that nobody reads.
                 interrupts.exit_after(self._drain)
-                self._note(stopping=request, open_requests=self.metrics.open_requests)
+                self._log.note(stopping=request, open_requests=self.metrics.open_requests)
             listening.close()
             manager.pre_shutdown()  # closes what is idle, and the others after their response
             self._watches.close()
@@ -204,7 +202,7 @@ class Server:
             for work in (self._sender, *works):
                 work.close()
             self._blobs.save()
-            self._flush()
+            self._log.flush()
 
     async def _idle(self, seconds: float) -> None:
         """Wait until no request is answered any more, for so long at most."""
@@ -391,11 +389,11 @@ class Server:
     # The log
 
     def _note_exchange(self, raw: web.BaseRequest, exchange: _Exchange) -> None:
-        if self._log is None:
+        if self._log.write is None:
             return
         request = exchange.request
         # Without the query and the headers, which may have tokens.
-        self._note(
+        self._log.note(
             client=raw.remote or "",
             method=request.method,
             path=request.target.partition("?")[0],
@@ -408,25 +406,7 @@ class Server:
 
     def _note_error(self, request: Request, error: BlobstoreError) -> None:
         self.metrics.damaged += 1
-        self._note(error=str(error), path=request.target.partition("?")[0])
-
-    def _note(self, **fields: object) -> None:
-        import json
-
-        shown = {
-            name: escape(value, 500) if isinstance(value, str) else value
-            for name, value in fields.items()
-            if value != ""
-        }
-        self._lines.append(json.dumps({"time": round(time.time(), 3), **shown}))
-
-    def _flush(self) -> None:
-        lines = []
-        with contextlib.suppress(IndexError):  # the loop may add some at the same time
-            while True:
-                lines.append(self._lines.popleft())
-        if lines and self._log is not None:
-            self._log("\n".join(lines))
+        self._log.note(error=str(error), path=request.target.partition("?")[0])
 
     async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
         """Call ``act`` again and again on a thread. A failure is noted, and does not end that."""
@@ -436,7 +416,7 @@ class Server:
             try:
                 await loop.run_in_executor(None, act)
             except Exception as error:  # noqa: BLE001 - of a disk or of a thread that cannot be started
-                self._note(error=f"{type(error).__name__}: {error}")
+                self._log.note(error=f"{type(error).__name__}: {error}")
 
     def _metrics_text(self) -> str:
         return self.metrics.text(self._connections())
@@ -445,16 +425,20 @@ class Server:
         self.metrics.bytes_verified += size
 
 
-def max_connections() -> int:
-    """Return how many connections may be open, after asking the system for as many files as they need."""
+def max_connections(*, fetches: bool) -> int:
+    """Return how many connections may be open, after asking the system for as many files as they need.
+
+    A server that ``fetches`` models has their files open, too.
+    """
     import resource
 
-    needed = _FILES * MAX_CONNECTIONS + _OTHER_FILES
+    arriving = max_files if fetches else lambda _: 0
+    needed = _FILES * MAX_CONNECTIONS + _OTHER_FILES + 2 * arriving(-1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, (soft - _OTHER_FILES) // _FILES)
+        return max(1, (soft - _OTHER_FILES - 2 * arriving(soft)) // _FILES)
     return MAX_CONNECTIONS
 
 
@@ -462,20 +446,6 @@ async def _until(is_reached: Callable[[], bool]) -> None:
     """Wait until a condition holds. What changes it, such as a signal's handler, must not touch the loop."""
     while not is_reached():  # noqa: ASYNC110 - see above
         await asyncio.sleep(interrupts.POLL)
-
-
-class _ErrorLog(logging.Logger):
-    """Notes the failures of aiohttp. Their texts may have tokens of requests."""
-
-    def __init__(self, note: Callable[..., None]) -> None:
-        super().__init__("blobstore.serve", logging.WARNING)
-        self._note = note
-
-    def handle(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, ConnectionError):  # the request has a line of its own
-            name = "" if error is None else type(error).__name__
-            self._note(error=": ".join(filter(None, (record.getMessage(), name))))
 
 
 class _Refusal(asyncio.Protocol):
@@ -556,7 +526,7 @@ def run_server(
     port: int,
     on_ready: Callable[[str], object],
     tidy: Callable[[], object] = lambda: None,
-    log: Log | None = None,
+    log: Write | None = None,
     in_threads: bool = False,
     heals: bool = False,
     drain: float = DRAIN_SECONDS,

@@ -223,7 +223,7 @@ def read_index(index: Path, opener: Opener = open_regular) -> bytes:
     try:
         return read_regular(index, _MAX_INDEX_SIZE, opener)
     except (OSError, BlobstoreError) as error:
-        raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
+        raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from error
 
 
 def read_weight_map(index: Path, opener: Opener = open_regular) -> dict[str, str]:

@@ -23,6 +23,7 @@ COUNTED = {
 TESTS = {
     "CONNECTIONS": "tests/attacks/test_serve.py",
     **dict.fromkeys(("ARRIVALS", "PATIENT"), "tests/unit/serve/test_pull_through.py"),
+    "ARRIVING_FILES": "tests/unit/serve/test_cache_limit.py",
     "DECODED": "tests/unit/serve/test_body.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
     **dict.fromkeys(("PREPARE", "FETCH", "WATCH", "LIST"), "tests/unit/serve/test_shared_work.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +24,7 @@ from blobstore.serve.refusal import as_refusal
 from blobstore.serve.upstream import PATIENT, Upstream
 from blobstore.sources import selection
 from blobstore.sources.hub_listing import ListedFile
+from blobstore.sources.versions import SourceVersions
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
@@ -145,6 +147,30 @@ def test_a_fetch_goes_on_where_it_was_when_others_took_the_memory(
     asked = [path for path in hub.requests if path.startswith("GET")]
     assert sum(path.endswith(INDEX) for path in asked) == 1
     assert limits.IMPORTS.taken == 0
+
+
+@pytest.mark.parametrize("name", [INDEX, WEIGHTS])
+def test_a_process_without_open_files_does_not_take_the_model_for_a_damaged_one(
+    through: PullThrough, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    open_file = SourceVersions.open
+
+    def fail(versions: SourceVersions, path: Path) -> tuple[int, int]:
+        if path.name == name:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_file(versions, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceVersions, "open", fail)
+        error = arrive(through).error
+    assert isinstance(error, limits.Crowded)
+    assert left(through)
+    before = through._fetched_bytes
+    assert arrive(through).error is None
+    if name == WEIGHTS:
+        assert through._fetched_bytes == before, "all files were there"
+    manifest = through._store.resolve(NAME)
+    assert not {INDEX, WEIGHTS} & {layer.name for layer in manifest.layers}
 
 
 # Repositories that an import cannot take apart

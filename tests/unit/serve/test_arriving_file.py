@@ -21,7 +21,7 @@ class Space:
     def __init__(self, most: int = 10**6) -> None:
         self.most, self.spent = most, 0
 
-    def extend(self, claim: Claim, size: int, found: int) -> None:
+    def extend(self, claim: Claim, size: int, found: int, files: int) -> None:
         raise NotImplementedError
 
     def spend(self, claim: Claim, size: int) -> None:

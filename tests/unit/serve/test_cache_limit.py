@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from http import HTTPStatus
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core import capacity
 from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import Reference
@@ -21,7 +23,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import cache_limit
-from blobstore.serve.arriving_file import Claim
+from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
@@ -132,6 +134,29 @@ def test_what_is_claimed_counts_for_the_free_space_of_the_next_model(
     limit.claim("third").extend(300, 300)  # they lie there
     claim.release()
     claimed(limit, 300, "fourth")
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_files_beyond_those_that_may_be_open_are_refused(limit: CacheLimit, more: int) -> None:
+    most = max_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    first = limit.claim("first")
+    first.extend(0, files=most - 1)
+    limit.claim("last").extend(0)
+    for number in range(more):
+        with pytest.raises(Refusal) as caught:
+            limit.claim(f"{number}").extend(0)
+        assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
+    with pytest.raises(Refusal) as caught:
+        first.extend(0, files=2)
+    assert caught.value.status == HTTPStatus.INSUFFICIENT_STORAGE, "it alone has too many"
+    first.release()
+    limit.claim("another").extend(0, files=most - 1)
+
+
+def test_a_process_that_may_open_few_files_fetches_few() -> None:
+    assert max_files(-1) == capacity.ARRIVING_FILES.most
+    assert max_files(1 << 20) == capacity.ARRIVING_FILES.most
+    assert max_files(1024) == 256
 
 
 def test_a_model_that_cannot_get_space_is_refused_before_it_arrives(

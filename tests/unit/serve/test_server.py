@@ -106,7 +106,7 @@ def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) ->
         chore.cancel()
 
     asyncio.run(run())
-    errors = [json.loads(line)["error"] for line in tested._lines]
+    errors = [json.loads(line)["error"] for line in tested._log.lines]
     assert errors == [f"OSError: [Errno {errno.EROFS}] read-only"] * 2
 
 
@@ -133,7 +133,7 @@ def test_a_client_asks_again_when_others_take_the_memory(store: LocalStore) -> N
     response = asyncio.run(tested._sound(Request("GET", "/", {}), answer))
     assert response.status == 503
     assert "Retry-After" in response.headers
-    assert not tested._lines
+    assert not tested._log.lines
 
 
 class Unready:
@@ -470,14 +470,16 @@ def test_files_are_left_for_blobs_if_few_may_be_open() -> None:
         import resource, sys
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[1])))
         from blobstore.serve.server import max_connections
-        print(max_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        fetches = sys.argv[2] == "fetches"
+        print(max_connections(fetches=fetches), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         """
     # Only some users may raise the second limit, and others have little.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     has_enough = hard == resource.RLIM_INFINITY or hard >= 12352
     enough = "4096 12352" if has_enough else f"{(hard - 64) // 3} {hard}"
-    for most, expected in ((200, "45 200"), (hard, enough)):
-        command = [sys.executable, "-c", textwrap.dedent(program), str(most)]
+    cases = (200, "", "45 200"), (200, "fetches", "12 200"), (hard, "", enough)
+    for most, fetches, expected in cases:
+        command = [sys.executable, "-c", textwrap.dedent(program), str(most), fetches]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         assert result.stdout.strip() == expected
 

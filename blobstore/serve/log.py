@@ -1,0 +1,73 @@
+"""The log of a server: a line of JSON for each request, and for what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def write_line(write: Callable[[str], object] | None, **fields: object) -> None:
+    """Write a line of JSON, unless there is no log: the time, and the fields that are not empty, escaped and shortened."""
+    if write is None:
+        return
+    shown = {
+        name: escape(value, 500) if isinstance(value, str) else value
+        for name, value in fields.items()
+        if value != ""
+    }
+    write(json.dumps({"time": round(time.time(), 3), **shown}))
+
+
+class Log:
+    """Lines that wait until they are written. Threads may share it."""
+
+    def __init__(self, write: Callable[[str], object] | None) -> None:
+        """Write nothing yet; None if nothing is ever written."""
+        self.write = write
+        self.lines: deque[str] = deque()
+
+    def note(self, **fields: object) -> None:
+        """Add a line with these fields."""
+        write_line(self.lines.append, **fields)
+
+    def flush(self) -> None:
+        """Write all lines, which may wait for a disk."""
+        lines = []
+        with contextlib.suppress(IndexError):  # the loop may add some at the same time
+            while True:
+                lines.append(self.lines.popleft())
+        if lines and self.write is not None:
+            self.write("\n".join(lines))
+
+
+class ErrorLog(logging.Logger):
+    """Notes the failures of aiohttp, and of the loop that runs now. Their texts may have tokens of requests."""
+
+    def __init__(self, log: Log) -> None:
+        """Begin with the next failure."""
+        super().__init__("blobstore.serve", logging.WARNING)
+        self._lines = log
+        asyncio.get_running_loop().set_exception_handler(self._note_context)
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.Logger`."""
+        error = record.exc_info[1] if record.exc_info else None
+        self._note(record.getMessage(), error)
+
+    def _note_context(self, _: object, context: dict[str, Any]) -> None:
+        self._note(context["message"], context.get("exception"))
+
+    def _note(self, message: str, error: BaseException | None) -> None:
+        if not isinstance(error, ConnectionError):  # the request has a line of its own
+            name = "" if error is None else type(error).__name__
+            self._lines.note(error=": ".join(filter(None, (message, name))))

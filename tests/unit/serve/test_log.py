@@ -1,0 +1,39 @@
+"""Failures of the library and of the loop get a line of the log each, without their texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from blobstore.serve.log import ErrorLog, Log
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (OSError("a-token"), ["it failed: OSError"]),
+        (None, ["it failed"]),
+        (ConnectionResetError("a-token"), []),
+    ],
+)
+def test_a_failure_is_noted_by_its_type(error: Exception | None, lines: list[str]) -> None:
+    written: list[str] = []
+    log = Log(written.append)
+
+    async def run() -> None:
+        errors = ErrorLog(log)
+        info = None if error is None else (type(error), error, None)
+        record = errors.makeRecord("", logging.ERROR, "", 0, "it %s", ("failed",), info)
+        errors.handle(record)
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "it failed", "exception": error}
+        )
+
+    asyncio.run(run())
+    log.flush()
+    noted = [json.loads(line)["error"] for text in written for line in text.splitlines()]
+    assert noted == lines * 2
+    assert not log.lines
