@@ -7,6 +7,7 @@ When the model is imported, the folder is removed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -18,6 +19,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import make_folders
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
+    BlobstoreError,
     Damaged,
     DamagedSource,
     InvalidManifest,
@@ -27,6 +29,7 @@ from blobstore.errors import (
 from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import ArrivingFile
 from blobstore.serve.fetch import Fetch, lacks_files
 from blobstore.serve.import_memory import ImportMemory
@@ -41,6 +44,7 @@ from blobstore.sources.selection import select_files
 from blobstore.sources.small_files import small_files
 from blobstore.sources.versions import SourceVersions
 from blobstore.store.locks import try_lock
+from blobstore.store.notes import NoteKind, read_own, write_own
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ _MAX_FILES: Final = 2000
 """Files of a model, each of which is open until the model is imported."""
 _RESTORED: Final = (".safetensors", ".gguf", ".json")
 """Weight files, and indexes, that the store takes apart and puts together again. Others are stored as they are."""
+_SERVER: Final = NoteKind("server 1")
+"""Which process has fetched into a store: its ID."""
 
 
 class ArrivalHost(Protocol):
@@ -292,12 +298,24 @@ def lock_arrivals(store: LocalStore) -> int:
         make_folders(folder, store.root)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            _remove_left(store)
             return descriptor
         os.close(descriptor)
     raise StoreBusy(
         f"another server fetches models into the store {quote(store.root)}",
         advice="stop it, or let this one ask it: --upstream with the address of that server",
     )
+
+
+def _remove_left(store: LocalStore) -> None:
+    """Remove blobs without a name and temporary files of a server that was killed. Files of arrivals stay: these count."""
+    note = store.folder("remotes") / "server"
+    former = read_own(note, _SERVER, lambda value: int(value["process"]))
+    with contextlib.suppress(BlobstoreError):  # the store is damaged: gc reports it
+        if dead := store.read_leases().dead:
+            leased = (found for path, found in dead.items() if path.name.startswith(f"{former}-"))
+            remove_blobs(store, {digest.hex for digest in set().union(*leased)})
+    write_own(note, store.root, _SERVER, {"process": os.getpid()})
 
 
 class _Tree(FileTree):

@@ -187,25 +187,23 @@ class Peers:
             size: bytes of its files. No more are fetched, of all versions together, but some for other blobs.
             first: another server to ask, such as an upstream that is one of us.
         """
-        fetched: list[set[str]] = []
-        is_used = False
+        fetched: set[str] = set()
         try:
             with contextlib.ExitStack() as stack:
                 sources = self._sources(wanted, first, stack)
                 yield self._all_files(wanted, size, sources, fetched, stack)
-            is_used = len(fetched) == 1
         finally:
-            # The model has not come to the store, or they are those of several versions, of which it is one.
-            if fetched and not is_used:
+            # The model has not come to the store, or has other blobs than a peer lists, or not all of one has come.
+            if fetched:
                 with contextlib.suppress(BlobstoreError):
-                    remove_blobs(self._store, set().union(*fetched))
+                    remove_blobs(self._store, fetched)
 
     def _all_files(
         self,
         wanted: Wanted,
         size: int,
         sources: Mapping[Digest, list[_Source]],
-        fetched: list[set[str]],
+        fetched: set[str],
         stack: contextlib.ExitStack,
     ) -> Iterator[PeerFiles]:
         left = size * 1.1 + _SPARE
@@ -228,7 +226,7 @@ class Peers:
                 if self._is_closed:
                     return
                 left -= sum(missing.values())
-                fetched.append(set(missing))
+                fetched.update(missing)
                 fetch.run(ingest)
                 files = model_files(self._store, source.manifest)
                 yield PeerFiles(files, [one.peer for one in several])

@@ -305,8 +305,8 @@ class Leases(NamedTuple):
 
     held: dict[str, set[Digest]]
     """The blobs that living processes hold, by the names of their leases, which begin with their IDs."""
-    dead: list[Path]
-    """Leases whose processes have died."""
+    dead: dict[Path, set[Digest]]
+    """The leases whose processes have died, and the blobs that they held."""
 
     @property
     def digests(self) -> set[Digest]:
@@ -316,7 +316,7 @@ class Leases(NamedTuple):
 
 def read_leases(layout: Layout, without: str = "") -> Leases:
     """Return the leases of a store; see :meth:`LocalStore.read_leases`."""
-    leases = Leases({}, [])
+    leases = Leases({}, {})
     paths: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         paths.extend(sorted(layout.leases.iterdir()))
@@ -329,9 +329,7 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
             try:
                 # A living process keeps its lease locked, so a lock that is free belongs to a dead
                 # one.
-                if try_lock(descriptor, fcntl.LOCK_SH, layout.root):
-                    leases.dead.append(path)
-                    continue
+                is_dead = try_lock(descriptor, fcntl.LOCK_SH, layout.root)
                 data = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
             finally:
                 os.close(descriptor)
@@ -339,7 +337,11 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
             # A line of another length is torn: the disk was full, or it is being written while a
             # dry run reads without the lock.
             whole = (line[:-1] for line in lines if len(line) == _LINE)
-            leases.held[path.name] = {Digest(line.decode("ascii", "replace")) for line in whole}
+            digests = {Digest(line.decode("ascii", "replace")) for line in whole}
+            if is_dead:
+                leases.dead[path] = digests
+            else:
+                leases.held[path.name] = digests
     return leases
 
 

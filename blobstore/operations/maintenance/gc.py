@@ -180,7 +180,9 @@ def collect_garbage(
 
 
 def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
-    """Remove those of some blobs that nothing references and nobody uses; return their bytes.
+    """Remove those of some blobs that nothing references and nobody uses, complete or not; return their bytes.
+
+    Temporary files and leases of dead processes are removed, too.
 
     Args:
         store: the store.
@@ -192,7 +194,10 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
         collection = _Collection(store, 0.0, dry_run=False)
         found = collection.candidates()
         chosen = ([item for item in part if item.digest.hex in digests] for part in found)
-        return sum(removed.size for part in chosen for removed in collection.sweep(part))
+        removed = [item for part in chosen for item in collection.sweep(part)]
+        with collection.lock():
+            removed += collection.remove_unfinished(digests)
+    return sum(item.size for item in removed)
 
 
 class _Candidate(NamedTuple):
@@ -217,7 +222,7 @@ class _Collection:
         self._history = store.names.whole_history()
         self._suspects: set[Digest] = set()
         """Manifests with signatures that nobody can use."""
-        self._leases = Leases({}, [])
+        self._leases = Leases({}, {})
         self.kept: list[KeptBlob] = []
         self._blob_count = 0
         """Files of blobs, hot and cold."""
@@ -427,47 +432,50 @@ class _Collection:
         if self._cold and not self._is_dry:
             self._store.cold_index.rewrite(self._cold)
         # All are found before any is removed.
-        for path, age in [
+        yield from self._remove_old(
+            *self._dead_files(),
             *self._unneeded_files(),
             *self._lost_manifests(),
             *self._lost_signatures(),
-        ]:
-            with contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                if _age(status) >= age:
-                    yield self._remove(path, status.st_size)
+        )
         yield from self._remove_partial()
         yield from self._remove_arrivals()
         yield from self._remove_uploads()
 
+    def remove_unfinished(self, digests: Collection[str]) -> list[Removed]:
+        """Remove unfinished downloads of blobs, then files of dead processes. Call it under the lock."""
+        self._update()
+        return [*self._remove_partial(digests), *self._remove_old(*self._dead_files())]
+
+    def _remove_old(self, *found: tuple[Path, float]) -> Iterator[Removed]:
+        for path, age in found:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if _age(status) >= age:
+                    yield self._remove(path, status.st_size)
+
+    def _dead_files(self) -> Iterator[tuple[Path, float]]:
+        """Yield temporary files and leases of dead processes, and the age at which each is removed."""
+        # Each name begins with that of a lease. Without a living lease, the process is dead.
+        for entry in scan_folder(self._store.folder("temporary")):
+            if entry.name.rpartition("-")[0] not in self._leases.held:
+                yield Path(entry.path), 0.0
+        yield from ((path, 0.0) for path in self._leases.dead)
+
     def _unneeded_files(self) -> Iterator[tuple[Path, float]]:
-        """Yield temporary files, caches and links that are not needed, and the age at which each is removed."""
-        folder, leased = self._store.folder, self._leases
-        # The name of a temporary file begins with that of its lease. Without a living lease, its
-        # process is dead.
-        temporary = [
-            entry
-            for entry in scan_folder(folder("temporary"))
-            if entry.name.rpartition("-")[0] not in leased.held
-        ]
+        """Yield caches and links that are not needed, and the age at which each is removed."""
+        folder = self._store.folder
         known = {digest.hex for digest in self._marks.manifests()}
-        caches = [
-            entry
-            for entry in scan_folder(folder("headers"))
-            if entry.name.partition(".")[0] not in known
-        ]
+        caches = [*scan_folder(folder("headers"))]
+        caches = [one for one in caches if one.name.partition(".")[0] not in known]
         # Files that begin with a dot are caches that were being written when their process died.
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
-        links = [
-            entry
-            for entry in scan_folder(folder("bases"))
-            if (digest := digest_of(entry.name)) is None or not self._is_base(digest)
-        ]
-        yield from ((path, 0.0) for path in leased.dead)
         # Caches are written without the lock, so young ones are kept.
-        for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
-            yield from ((Path(entry.path), age) for entry in entries)
+        yield from ((Path(entry.path), self._older_than) for entry in caches)
+        for link in scan_folder(folder("bases")):
+            if (digest := digest_of(link.name)) is None or not self._is_base(digest):
+                yield Path(link.path), 0.0
 
     def _lost_manifests(self) -> Iterator[tuple[Path, float]]:
         """Yield former manifests without their blobs, and the age at which each is removed."""
@@ -485,14 +493,17 @@ class _Collection:
         for kept in unusable_signatures(self._store, self._suspects):
             yield kept.path, 0.0 if kept.data is None else self._older_than
 
-    def _remove_partial(self) -> Iterator[Removed]:
-        """Remove unfinished downloads that no process continues; young ones are kept."""
+    def _remove_partial(self, chosen: Collection[str] | None = None) -> Iterator[Removed]:
+        """Remove unfinished downloads, or those of ``chosen``, that no process continues; young ones are kept."""
         for entry in scan_folder(self._store.folder("partial")):
+            # The name of a partial file or its lock begins with the hex digest of the blob.
+            digest = entry.name.partition("-")[0]
+            if chosen is not None and digest not in chosen:
+                continue
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 size = allocated(status)
-                # The name of a partial file or its lock begins with the hex digest of the blob.
-                leases = self._leases_of(Digest(entry.name.partition("-")[0]))
+                leases = self._leases_of(Digest(digest))
                 if not leases and _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), size)
                     continue

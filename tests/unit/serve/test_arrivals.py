@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -11,12 +15,14 @@ import numpy as np
 import pytest
 
 from blobstore.core import limits
+from blobstore.core.digest import Digest
 from blobstore.errors import NameConflict, RemoteError
 from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.serve import arrivals, find_upstream
-from blobstore.serve.arrivals import Arrival
+from blobstore.serve.arrivals import Arrival, lock_arrivals
 from blobstore.serve.library import Library
 from blobstore.serve.model_files import model_files
 from blobstore.serve.pull_through import PullThrough
@@ -171,6 +177,44 @@ def test_a_process_without_open_files_does_not_take_the_model_for_a_damaged_one(
         assert through._fetched_bytes == before, "all files were there"
     manifest = through._store.resolve(NAME)
     assert not {INDEX, WEIGHTS} & {layer.name for layer in manifest.layers}
+
+
+DYING = """
+import os, signal, sys
+from blobstore.core.digest import Digest
+from blobstore.serve.arrivals import lock_arrivals
+from blobstore.store.local import LocalStore
+name, store = sys.argv[1], LocalStore(sys.argv[2])
+whole, partial = Digest.of(name.encode()), Digest.of(name.encode() * 2)
+if name == "server":
+    lock_arrivals(store)
+with store.writing(), store.lease() as lease:
+    lease.hold([whole, partial])
+    for folder, file in (
+        ("blobs", whole.file_name), ("partial", f"{partial.hex}-{name}"), ("temporary", f"{lease.name}-0")
+    ):
+        path = store.folder(folder) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_server_removes_what_a_killed_one_has_left_and_nobody_else(
+    store: LocalStore, repo: Repo
+) -> None:
+    create(repo.folder, "own", store=store)
+    expected = {path.name for path in store.folder("blobs").iterdir()}
+    for name in ("server", "user"):
+        command = [sys.executable, "-c", DYING, name, str(store.root)]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    os.close(lock_arrivals(store))
+    user, partial = Digest.of(b"user"), Digest.of(b"useruser")
+    assert {path.name for path in store.folder("blobs").iterdir()} == {*expected, user.file_name}
+    assert [path.name for path in store.folder("partial").iterdir()] == [f"{partial.hex}-user"]
+    assert list(store.folder("temporary").iterdir()) == []
+    assert store.read_leases() == ({}, {})
+    assert not verify_models(store=store).faults
 
 
 # Repositories that an import cannot take apart

@@ -69,11 +69,16 @@ def test_removes_chosen_blobs_and_no_others(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     used = {layer.digest.hex for layer in store.resolve("a").blobs}
     chosen, leased, other = (put(store, data) for data in (b"one", b"four", b"seven"))
+    names = [f"{digest.hex}-part" for digest in (chosen, leased, other)]
+    store.folder("partial").mkdir(parents=True)
+    for name in names:
+        (store.folder("partial") / name).touch()
     with store.lease() as lease:
         lease.hold([leased])
         freed = collect.remove_blobs(store, used | {chosen.hex, leased.hex})
     assert freed == 3
     assert not store.has(chosen)
+    assert {path.name for path in store.folder("partial").iterdir()} == {*names[1:]}
     assert all(map(store.has, (leased, other, *map(Digest, used))))
 
 
