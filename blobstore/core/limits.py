@@ -67,7 +67,7 @@ LEASE: Final = Limit(64 * _MIB, 256 * _MIB, 10_000)
 HUB_LISTING: Final = Limit(32 * _MIB, 256 * _MIB, 1_000_000)
 """Pages of a list of the Hub; its entries."""
 UPSTREAM_LISTING: Final = Limit(32 * _MIB, 64 * _MIB, 20_000)
-"""The same for a server, of which strangers choose the repositories; also what the Hub says of a revision."""
+"""The same for a server, whose clients choose the repositories; also for a revision's description by the Hub."""
 ERROR: Final = Limit(64 * _KIB)
 """The body of a response that reports an error, or that has a token."""
 

@@ -37,7 +37,7 @@ _E2M1_LIMITS: Final = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
 """The largest magnitudes that become 0, 1, 2, 3, 4, 6 and 8; larger ones become 12."""
 _E8M0_BIAS: Final = 127
 _E2M1_EXPONENT: Final = 2
-"""That of the largest value."""
+"""The exponent of the largest value."""
 
 
 def quantize(type_name: str, weights: Array, out: Array | None = None) -> Array:

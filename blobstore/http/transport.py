@@ -92,7 +92,7 @@ class Transport:
         self._clients: list[httpx2.Client] = []
         """All clients. Each sends one request at a time: a shared one makes threads wait for each other."""
         self._idle = [self._new_client()]
-        """Those that send nothing now."""
+        """Clients that are idle now."""
 
     def has_login(self) -> bool:
         """Return whether the registry asked for credentials, and there are some for all of it."""

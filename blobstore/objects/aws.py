@@ -71,7 +71,7 @@ class _Profile(NamedTuple):
     name: str
     values: Mapping[str, Any]
     session: Any = None
-    """That of botocore, if it finds the credentials."""
+    """The session of botocore, if that finds the credentials."""
 
     def own_keys(self) -> dict[str, str]:
         """Return the credentials that the profile has itself."""

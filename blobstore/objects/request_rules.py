@@ -1,10 +1,10 @@
 """The requests of all commands to object storage: what each needs, and what its answers mean.
 
 A command ends if a request fails whose answer it needs. What only spares bytes or adds to a result is a hint:
-without it, the command goes on. A user without the right to list is denied to see that an object is absent, so
-where a command can go on as if there were none, it does.
+without it, the command goes on. Without the right to list, a user gets
+a denial for an absent object. So commands that can go on without the object do so after a denial, too.
 
-Any status of 2xx is success. obstore repeats what is answered with 429 or 5xx, and what gets no answer.
+Any status of 2xx is success. obstore repeats requests that are answered with 429 or 5xx, or not at all.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ open_model.__module__ = "blobstore"
 
 
 def _named(reference: str | Reference) -> Reference:
-    """Return the name that a text spells. Raises InvalidReference, with what to do with a path."""
+    """Return the name that a text spells. Raises InvalidReference, with advice about a path."""
     try:
         return Reference.of(reference)
     except InvalidReference as error:

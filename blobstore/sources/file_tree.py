@@ -53,7 +53,7 @@ class FileTree:
             opened = Folder(root, boundary=_link_boundary(root))
         self._folder = opened
         self.versions = SourceVersions(opened)
-        """Those of all files whose path was asked for."""
+        """The versions of all files whose path was asked for."""
         self._label = label or str(root)
         self._exclude = exclude
         self._listed = listed

@@ -57,7 +57,7 @@ class GgufFiles:
 
     models: Sequence[GgufModel]
     roles: Mapping[str, Role] = field(repr=False)
-    """Those of all files, by name."""
+    """The roles of all files, by name."""
 
     def pattern_of(self, model: GgufModel) -> str:
         """Return what ``--weights`` has to be for a model: its quantization, or else its first file."""

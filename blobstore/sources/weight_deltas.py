@@ -193,7 +193,7 @@ class _Pieces:
 
 
 def encode_change(old: memoryview, new: memoryview, encoding: Encoding) -> bytes | None:
-    """Return the frame that changes ``old`` to ``new``, of as many bytes; None if they are equal.
+    """Return the frame that changes ``old`` to ``new``, which has the same size; None if they are equal.
 
     Raises:
         UnsupportedSource: ``overwrite`` cannot say where bytes change in a tensor of 4 GiB.

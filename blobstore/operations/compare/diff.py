@@ -113,7 +113,7 @@ def diff_models(
         progress: called with the current step, bytes done and total bytes.
 
     Returns:
-        all tensors and files of both models, with what differs.
+        all tensors and files of both models, with their differences.
 
     Raises:
         ModelNotFound: a model does not exist.

@@ -1,8 +1,8 @@
 """The operation ``follow``: gives a name each version of another place, as soon as it is there.
 
-The place is asked repeatedly, or delays its answer until there is another version. A version is fetched while
-the name has the former one, checked, and installed by the one rename that gives the name its manifest. So
-readers get the former version until then, whatever happens in between.
+The place is asked repeatedly, or delays its answer until there is another version. A version is fetched
+and checked while the name has the former one. Then one rename gives the name its new manifest, so readers get the
+former version until then, whatever happens in between.
 """
 
 from __future__ import annotations

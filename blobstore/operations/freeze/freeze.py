@@ -52,7 +52,7 @@ Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "d
 
 
 class FrozenBlob(NamedTuple):
-    """A tensor blob of the models, and what became of it."""
+    """A tensor blob of the models, and its outcome."""
 
     digest: Digest
     name: str
@@ -75,7 +75,7 @@ class Frozen:
     blobs: tuple[FrozenBlob, ...] = field(repr=False)
     """The tensor blobs, each once."""
     needed_by: tuple[Reference, ...]
-    """The models that are not frozen, because of which blobs stay uncompressed."""
+    """Models that are not frozen, and so keep blobs uncompressed."""
     faults: tuple[BlobstoreError, ...]
     """Why blobs could not be read."""
     fallbacks: int
@@ -129,7 +129,7 @@ def freeze_models(
         progress: called with the name of a layer, the bytes done and the bytes in total.
 
     Returns:
-        what became of each blob, its sizes in bytes, and which model is the base of which.
+        the outcome for each blob, its sizes in bytes, and the base of each model.
 
     Raises:
         ModelNotFound: a named model does not exist.

@@ -114,7 +114,7 @@ def verify_models(
             are then not checked; by default the first of these errors is raised.
 
     Returns:
-        the numbers of models, blobs and bytes, and the faults: where, and what.
+        the numbers of models, blobs and bytes, and the faults with their places.
 
     Raises:
         ModelNotFound: a model in ``references`` does not exist.

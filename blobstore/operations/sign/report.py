@@ -50,7 +50,7 @@ class CheckedSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedModel:
-    """The signatures of a model, and what the policy says about it."""
+    """The signatures of a model, and the verdict of the policy."""
 
     reference: Reference
     digest: Digest

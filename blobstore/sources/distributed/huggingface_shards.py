@@ -58,6 +58,7 @@ class HuggingFaceShards(AssembledFolder):
                 f"{tree.label()} is not a PyTorch checkpoint, so it has no parts for --subtree"
             )
         names = [name for name in tree.entries() if SHARD.fullmatch(name)]
+        # Before files are opened: a missing shard is reported as such, and not as a hole in a tensor.
         self._check_complete(names)
         pieces: dict[str, list[Piece]] = {}
         dtypes: dict[str, DType] = {}

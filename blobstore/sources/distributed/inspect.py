@@ -46,6 +46,7 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
     subtrees: Sequence[Subtree] = ()
     notices: Sequence[str] = ()
     try:
+        # First, so that the parts are shown even if the folder cannot be opened.
         subtrees = subtrees_in(read_metadata(path, tree.versions.open))
         opened = TorchFolder(folder, inner, SourceOptions(subtree=subtree, skip_unreadable=True))
         tensors, notices = tuple(opened.specs.values()), opened.notices

@@ -100,6 +100,7 @@ def check_places(stored: Iterable[Stored], files: dict[str, DataFile]) -> None:
         DamagedSource: one does not.
     """
     reached: dict[str, int] = {}
+    # By file and offset, so that each item is compared with the one before it.
     for item in sorted(stored):
         if item.begin < reached.get(item.file, 0):
             raise DamagedSource(

@@ -50,6 +50,7 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
                 f"{quote(path)} is one file of a folder of {FORMAT}; import the folder"
             )
         return None
+    # The pattern chooses weight files by name, and these folders have none.
     if options.weights is not None:
         return None
     # The readers are imported late: they take a while, and most models need none.

@@ -277,6 +277,7 @@ def _tensor(entry: Any, items: list[_Item], limit: int) -> StoredTensor:
     chunks = fields.get("chunks")
     if type(chunks) is not list:
         raise DamagedSource("its pieces are not a list")
+    # Before pieces are made: one long list can be that of many tensors.
     if len(chunks) > limit:
         raise UnsupportedSource(f"the checkpoint is too large: over {_MAX_PIECES} pieces")
     return StoredTensor(dtype, cls.name, shape, tuple(_pieces(chunks, items, len(shape))))

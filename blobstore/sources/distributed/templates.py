@@ -95,6 +95,7 @@ class Templates:
         head, tail = _around(descriptor, piece.stored, begin, data.size)
         if tail[-_END_SIZE:][:4] != _END:
             return
+        # The end record states where the directory begins, relative to the item.
         listed = int.from_bytes(tail[-6:-2], "little") + piece.stored.begin - after
         crcs = [_crc_of(tail, entry, listed) for entry in (data, identifiers[0])]
         following = tail.find(_LOCAL)

@@ -158,6 +158,7 @@ class TorchFolder(AssembledFolder):
                     f"tensors of torch.{tensor.type_name} have no type in the safetensors format"
                 )
                 continue
+            # Before its pieces are read: a checkpoint with a hole fails without reading all items.
             if tensor.pieces or 0 not in tensor.shape:
                 try:
                     check_tiling(tensor.shape, tensor.pieces)
@@ -214,6 +215,7 @@ class TorchFolder(AssembledFolder):
         left = _MAX_VALUES_SIZE
         # Not in the order of the files, which depends on the number of processes.
         for name, stored in sorted(self._stored.values.items()):
+            # Before it is read, because the file itself states the size.
             left -= stored.size
             if left < 0:
                 break

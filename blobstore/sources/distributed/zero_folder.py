@@ -77,6 +77,7 @@ class ZeroFolder(AssembledFolder):
         weights = _Weights(model, optimizer)
         try:
             tensors = weights.tensors()
+            # Before anything is read: tied names can list one tensor any number of times.
             self._check_growth(tensors)
         except DamagedSource as error:
             raise error.at(label) from None
@@ -226,7 +227,7 @@ class _Weights:
         return self._found
 
     def _check_equal(self) -> None:
-        """Check that all processes say the same, and that there are as many as they say."""
+        """Check that the files of all processes agree, and that none is missing."""
         optimizer, first = self._optimizer, self._optimizer[0]
         for rank, states in enumerate(optimizer):
             if (states.stage, states.processes) != (first.stage, first.processes):
@@ -295,6 +296,7 @@ class _Weights:
             pieces = [
                 piece
                 for rank, vector in enumerate(vectors)
+                # The last parts end with padding, so they have fewer elements of the parameter, or none.
                 for piece in vector.pieces(
                     first, max(0, min(part, count - rank * part)), rank * part
                 )
