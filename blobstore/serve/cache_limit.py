@@ -12,6 +12,7 @@ import contextlib
 import resource
 import shutil
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -185,9 +186,11 @@ class CacheLimit:
         found: list[_Removable] = []
         fetched, own = self._versions()
         broken_off = self._broken_off()
-        sizes = _all_blobs(fetched)
+        users = Counter(blob for one in fetched for blob in one.blobs)
+        sizes = {blob: size for one in fetched for blob, size in one.blobs.items()}
         total = sum(sizes[one] for one in sizes.keys() - own) + sum(one.size for one in broken_off)
         items: list[_Removable] = [*fetched, *broken_off]
+        leased = {digest.hex for digest in self._store.read_leases().digests}
         for item in sorted(items, key=lambda one: one.last_use(self._pulled)):
             if total <= most:
                 break
@@ -195,11 +198,10 @@ class CacheLimit:
                 found.append(item)
                 total -= item.size
                 continue
-            others = [one for one in fetched if one is not item]
-            item.only = item.blobs.keys() - own - _all_blobs(others).keys()
-            if not self._is_in_use(item):
+            item.only = {blob for blob in item.blobs if users[blob] == 1} - own
+            if item.only.isdisjoint(leased) and self._is_idle(item):
                 found.append(item)
-                fetched = others
+                users.subtract(item.blobs.keys())
                 total -= sum(item.blobs[one] for one in item.only)
         return found, max(total - most, 0)
 
@@ -246,11 +248,8 @@ class CacheLimit:
                 if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield False, former.data
 
-    def _is_in_use(self, version: _Fetched) -> bool:
-        if not all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests):
-            return True
-        leased = {digest.hex for digest in self._store.read_leases().digests}
-        return not version.only.isdisjoint(leased)
+    def _is_idle(self, version: _Fetched) -> bool:
+        return all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests)
 
     def _remove(self, version: _Removable) -> None:
         if isinstance(version, _BrokenOff):
@@ -269,10 +268,3 @@ class CacheLimit:
 
 
 _Removable = _Fetched | _BrokenOff
-
-
-def _all_blobs(versions: list[_Fetched]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for version in versions:
-        found |= version.blobs
-    return found
