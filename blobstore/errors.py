@@ -203,7 +203,7 @@ class CheckpointDamaged(CheckpointRefused, DamagedSource):
 
 
 class CheckpointUnsupported(CheckpointRefused, UnsupportedSource):
-    """A PyTorch checkpoint may be intact, but needs its own code, or something else that is not read."""
+    """A PyTorch checkpoint is not supported: it needs its own code, for example. It may be intact."""
 
 
 class BlobMissing(Damaged):

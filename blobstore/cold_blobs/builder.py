@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLOCK: Final = 4096
 """Bytes that file systems allocate at least."""
 _ATTEMPTS: Final = 3
-"""How often a delta is decoded if its base is frozen or thawed at the same time."""
+"""Attempts to decode a delta, if its base is frozen or thawed at the same time."""
 
 
 class EncodedBlob(NamedTuple):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MAX_HEADER: Final = 1 << 16
 """Bytes of the header of a blob with one tensor, at most."""
 _EXPERTS: Final = "experts"
-"""Part of the names of blobs that may have several tensors of one size."""
+"""Blobs with this in their name may have several tensors of one size."""
 _WIDTHS: Final = (2, 4)
 """Bytes of a weight."""
 _MAX_COMPARED: Final = 8
@@ -39,7 +39,7 @@ _MAX_COMPARED: Final = 8
 
 
 class _Child(NamedTuple):
-    """A blob whose only tensor is blocks."""
+    """A blob with one tensor, which is stored as blocks."""
 
     blob: Descriptor
     blocks: Blocks

@@ -76,7 +76,7 @@ class Part(NamedTuple):
     factors: StoredFactors | None = None
     """Factors that correct the prediction; they are stored before its planes."""
     rule: QuantRule | None = None
-    """How the prediction is quantized from the elements of the base that begin at ``base_begin``."""
+    """The rule that quantizes the base's elements from ``base_begin`` on to the prediction."""
 
     @property
     def chunks(self) -> int:

@@ -128,8 +128,8 @@ class Transport:
         ``on_error`` is called with the error that keeps a hint from being answered.
 
         Raises:
-            RemoteError: the registry cannot be reached. Or it refuses, fails or sends more, and the request
-                is needed.
+            RemoteError: the registry cannot be reached; or the request is no hint, and the registry refuses it,
+                fails or sends more.
         """
         rule = request.rule
         try:

@@ -166,7 +166,7 @@ def split_scheme(text: str) -> tuple[str, str]:
     """Return ``http``, ``https`` or nothing, and an address without its scheme.
 
     Raises:
-        InvalidReference: it has another scheme than registries have.
+        InvalidReference: its scheme is not one of registries.
     """
     scheme = scheme_of(text)
     if scheme not in WEB and (meant := respelled(text)):

@@ -53,10 +53,10 @@ def edit_file(
     A new file is written and replaces the old one, so that an error or a killed process changes nothing. The
     system copies what stays, without a copy in memory; some file systems share the blocks.
 
-    With ``in_place``, only what changes is written, if nothing is removed, changed tensors keep type and
-    shape, the new header is no longer than the old one with its padding, and the file can be written and has
-    no other name: symbolic and hard links are replaced. That is not atomic: if the process is killed or
-    the machine fails, a changed tensor may have old and new bytes, and a file that got more tensors may be
+    With ``in_place``, only the changes are written, on four conditions: nothing is removed, changed tensors
+    keep type and shape, the new header is no longer than the old one with its padding, and the file can be
+    written and has no other name. Symbolic and hard links are replaced. That is not atomic: if the process is
+    killed or the machine fails, a changed tensor may have old and new bytes, and a file that got more tensors may be
     refused until it is cut to its former size. One process may edit a file at a time. The tensors may be views
     of the file itself: their bytes are copied before the first is written, those over 256 MiB to a temporary
     file in the same folder. Arrays that map the file show the new bytes afterwards.

@@ -56,7 +56,7 @@ def as_array(
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as an array that views the memory.
 
     The array is writable only if the memory is. It may be unaligned, which numpy supports. Errors name
-    ``framework``, for which the array is.
+    ``framework``, that of the caller.
 
     Raises:
         UnsupportedDType: numpy lacks the type, as it does packed ones of 4 or 6 bits, or cannot hold the shape.

@@ -69,7 +69,7 @@ class Access:
         return text if _HEADER.fullmatch(text) else ""
 
     def _without_own(self, request: Request) -> bytes | None:
-        """Return the rest of a request's token after one of this server, all of it if that has none; None if it begins with none of them."""
+        """Return the part of a request's token after that of this server, all if this has none; None without a valid one."""
         given = _presented(request)
         if self.tokens is None:
             return given

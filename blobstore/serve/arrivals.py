@@ -1,7 +1,7 @@
 """Fetches a model from an upstream, and imports it; its files can be served as soon as they are listed.
 
-Files are fetched into a folder of the store and verified there, those that somebody waits for first. If the
-upstream goes away or the server is stopped, they stay there, and the next attempt goes on where this one ended.
+Files are fetched into a folder of the store and verified there, first those that clients wait for. If the
+upstream goes away or the server is stopped, they stay there, and the next attempt continues them.
 When the model is imported, the folder is removed.
 """
 
@@ -64,17 +64,17 @@ if TYPE_CHECKING:
     from blobstore.store.names import NameUpdate
 
 _DOWNLOADS: Final = capacity.DOWNLOADS.most
-"""Files that are fetched at once: as many as a client of the Hub asks for at once."""
+"""Files that are fetched at once, as many as a client of the Hub requests at once."""
 _MAX_FILES: Final = 2000
 """Files of a model, each of which is open until the model is imported."""
 _RESTORED: Final = (".safetensors", ".gguf", ".json")
-"""Weight files, and indexes, that the store takes apart and puts together again. Others are stored as they are."""
+"""Weight files and indexes that the store splits into tensors and restores. Others are stored as they are."""
 _SERVER: Final = NoteKind("server 1")
 """Which process has fetched into a store: its ID."""
 
 
 class ArrivalHost(Protocol):
-    """What an arrival reports to, on its own thread."""
+    """Receives the reports of an arrival, on the arrival's thread."""
 
     @property
     def peers(self) -> Peers:
@@ -86,7 +86,7 @@ class ArrivalHost(Protocol):
         ...
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> object:
-        """Note durably what is being fetched. Raises BlobstoreError."""
+        """Record durably which version is being fetched. Raises BlobstoreError."""
         ...
 
     def files_listed(self, arrival: Arrival) -> object:
@@ -96,7 +96,7 @@ class ArrivalHost(Protocol):
     def update_of(self, reference: Reference, commit: Commit) -> NameUpdate:
         """Return the update of a name that is free, or that a fetch has given. Raises NameTaken, or StoreError.
 
-        The name is noted as one that a fetch gives this commit.
+        It is recorded that a fetch is giving the name this commit.
         """
         ...
 
@@ -124,8 +124,8 @@ class Arrival(Fetch):
             reference: its name there.
             repository: its name at the upstream.
             found: the version, and the server that has it.
-            claim: where its files are written to, and how many bytes. It is released in the end.
-            host: what the steps are reported to.
+            claim: the folder of its files, and the space for them. It is released in the end.
+            host: gets reports of the steps.
         """
         super().__init__(store, repository, found, claim)
         self.reference = reference
@@ -137,7 +137,7 @@ class Arrival(Fetch):
         self._giver = found.peer.name if found.peer and found.is_peer else ""
         self._listing: Listing = {}
         self._waiting: dict[str, ArrivingFile] = {}
-        """Those that nobody fetches yet."""
+        """Files that are not being fetched yet."""
         self._wanted: list[str] = []
         self._lock = threading.Lock()
 
@@ -148,6 +148,7 @@ class Arrival(Fetch):
 
     def work(self) -> None:
         """See :class:`Fetch`."""
+        # Before anything is fetched, so that a name that cannot be given fails at once.
         self._host.starting(self)
         self._listing = self._client.listing(self.repository, self.commit)
         self.make_folder()
@@ -157,12 +158,14 @@ class Arrival(Fetch):
         if len(names) > _MAX_FILES:
             raise SourceError(f"{self.repository} has {len(names)} files, over {_MAX_FILES}")
         files = self._claimed(names)
+        # Only now: files that the claim counts as found must stay.
         self._remove_others(names)
         listed = [self._listing[name] for name in names]
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
         others = _others(self._listing, names)
         origin = Origin(self.repository, self.commit, plain, self._giver, others)
+        # Before anything is served or named: the record hides a restricted model.
         self._host.files_selected(self, origin)
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
         self.model = ServedModel(
@@ -173,9 +176,11 @@ class Arrival(Fetch):
             origin,
             self._description,
         )
+        # Before the event: clients that wait for it look for the model at once.
         self._host.files_listed(self)
         self.listed.set()
         size = sum(file.size for file in files)
+        # The blobs of peers stay only within the block, so the import is in it.
         with self._host.peers.files(self, size, first=self._peer) as answers:
             self._take(answers)
             self._fetch_all()
@@ -185,7 +190,7 @@ class Arrival(Fetch):
     def _selected(self, tree: _Tree) -> list[str]:
         """Return the files that are fetched now, and imported.
 
-        Of a repository that ``create`` cannot take apart, these are its small files. Clients ask for the others.
+        If ``create`` cannot split the weights into tensors, these are the small files; others come when clients ask.
         """
         try:
             selection = select_files(tree, DEFAULT_OPTIONS)
@@ -208,7 +213,7 @@ class Arrival(Fetch):
         except (SourceError, DamagedSource) as error:
             if tree.kept is not None or lacks_files(error):
                 raise
-            # All files are those that the upstream lists. What is wrong with them is for their readers.
+            # All files are those that the upstream lists, so their faults concern only their readers.
             tree.keep([name for name in names if is_valid_name(name)])
             self._import_from(tree, update, large)
 
@@ -249,7 +254,7 @@ class Arrival(Fetch):
                 return
 
     def _claimed(self, names: Sequence[str]) -> list[ArrivingFile]:
-        """Return files, for whose bytes there is space. Raises as :meth:`Claim.extend`."""
+        """Return files, after claiming space for them. Raises as :meth:`Claim.extend`."""
         new = {
             name: ArrivingFile(self._listing[name], self._claim, self._want)
             for name in names
@@ -257,20 +262,21 @@ class Arrival(Fetch):
         }
         if new:
             found = sum(file.find() for file in new.values())
+            # Before the files can be fetched: nothing is written without space.
             self._claim.extend(sum(file.size for file in new.values()), found, len(new))
             self.files |= new
             self._waiting |= new
         return [self.files[name] for name in names]
 
     def _remove_others(self, names: Collection[str]) -> None:
-        """Remove what another attempt has left and this one does not claim."""
+        """Remove files that another attempt has left and this one does not claim."""
         claimed = {str(self._folder / name) for name in names}
         for entry in walk_files(self._folder):
             if entry.path not in claimed:
                 os.unlink(entry.path)  # noqa: PTH108 - a string
 
     def _get(self, name: str) -> None:
-        """Fetch a file now: what it says decides which others are fetched, or the import reads it."""
+        """Fetch a file now, because it decides which others are fetched, or because the import reads it."""
         (file,) = self._claimed([name])
         if not file.is_complete:
             del self._waiting[name]
@@ -292,7 +298,7 @@ class Arrival(Fetch):
 
 
 def lock_arrivals(store: LocalStore) -> int:
-    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
+    """Lock the folder of arriving files, and return its descriptor; closing it unlocks. Raises StoreError."""
     folder = store.folder("arrivals")
     with store.writing():
         make_folders(folder, store.root)
@@ -363,7 +369,7 @@ class _Folder(HuggingFaceFolder):
 
 
 def _others(listing: Listing, names: Sequence[str]) -> Listing:
-    """Return the files that clients may ask for besides ``names``; none if there are too many, or they exclude each other."""
+    """Return the files that clients may ask for besides ``names``; none if they are too many or exclude each other."""
     found = {name: file for name, file in listing.items() if is_valid_name(name)}
     try:
         check_paths({*found, *names})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.serve.hub_routes import tag_of
+from blobstore.serve.hub_calls import tag_of
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.sources.hub_listing import COMMIT, REVISION
 

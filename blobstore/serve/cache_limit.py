@@ -1,9 +1,9 @@
-"""Keeps what was fetched from an upstream within a limit: what was not used for the longest time goes first.
+"""Keeps fetched models within a limit: those that were not used for the longest time are removed first.
 
-Bytes are written only against a :class:`Claim`, and count before they are written. What a fetch has left that was
-broken off counts as well, and so do blobs that nothing but fetched models references, uncompressed. Models that the
-store has of its own, those that are being sent, and those with blobs that another process has leased stay. Models
-are removed as bytes arrive, not for what an upstream lists: one that lists more than it sends would empty the cache.
+Bytes are written only against a :class:`Claim`, and count before they are written. Files of interrupted fetches
+count as well, and so do blobs that only fetched models reference, uncompressed. The store's own models stay, and so
+do models that are being sent or have blobs that another process has leased. Models are removed as bytes arrive, not
+by the sizes that an upstream lists: one that lists more than it sends would empty the cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from blobstore.serve.pulled import Origin, PulledModels
 
 IDLE_SECONDS: Final = 180.0
-"""How long a model stays after its last byte was sent: longer than the slowest client may take for the next ones."""
+"""Seconds that a model stays after its last byte was sent, longer than the slowest client may pause."""
 _STEP: Final = 256 << 20
-"""Bytes that space is made for at least: each look reads all manifests."""
+"""The least space that is made at once, because each look reads all manifests."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Fetched:
     blobs: dict[str, int] = field(default_factory=dict)
     """Bytes by hex digests."""
     only: set[str] = field(default_factory=set)
-    """Those that no other version has that would stay."""
+    """Blobs that no other remaining version has."""
 
     def last_use(self, pulled: PulledModels) -> float:
         return pulled.last_use(self.origin)
@@ -59,7 +59,7 @@ class _Fetched:
 
 @dataclass(slots=True)
 class _BrokenOff:
-    """The files that a fetch has left, which goes on with them if the model is asked for again."""
+    """The files of an interrupted fetch, which continues with them if the model is asked for again."""
 
     folder: Path
     size: int
@@ -121,6 +121,7 @@ class CacheLimit:
                         HTTPStatus.SERVICE_UNAVAILABLE,
                         message="there is no space for the model while those that are there are in use",
                     )
+            # Only after all checks: a claim that is refused counts nothing.
             claim.size += size
             claim.spent += found
             claim.files += files
@@ -133,6 +134,7 @@ class CacheLimit:
             claim.spent += size
             if self._max_size is None or claim.spent <= claim.taken:
                 return
+            # Before space is made, so that the sum below includes this claim.
             claim.taken = min(claim.size, max(2 * claim.spent, _STEP))
             arriving = sum(one.taken for one in self._claims)
             for item in self._oldest(self._max_size - arriving)[0]:
@@ -144,7 +146,7 @@ class CacheLimit:
             self._claims.discard(claim)
 
     def forget_removed(self) -> None:
-        """Remove the records of models that somebody has removed, so that others may get their names.
+        """Remove the records of models that were removed, so that other models may get their names.
 
         Raises:
             StoreError: the store cannot be written.
@@ -158,7 +160,7 @@ class CacheLimit:
     def _forget(self, origin: Origin) -> None:
         """Remove a record, unless it alone hides a model from clients without access.
 
-        That is a copy under another name, or one whose name was removed and can be restored.
+        The model may be a copy under another name, or one whose name was removed and can be restored.
         """
         every = (self._manifests(reference) for reference in self._store.references())
         # It may have changed since the caller has read it.
@@ -169,7 +171,7 @@ class CacheLimit:
                 self._pulled.forget(origin)
 
     def _may_be(self, versions: Iterable[tuple[bool, bytes]], origin: Origin) -> bool:
-        """Return whether one of these is a version, or is damaged so that nobody knows."""
+        """Return whether one of these manifests is this version, or is damaged and could be."""
         commit = origin.repository, origin.commit
         try:
             return any(
@@ -179,7 +181,7 @@ class CacheLimit:
             return True
 
     def _oldest(self, most: int) -> tuple[list[_Removable], int]:
-        """Return what to remove until there are ``most`` bytes, and how many are too many even then.
+        """Return the items to remove until at most ``most`` bytes are left, and the bytes in excess even then.
 
         Raises BlobstoreError.
         """
@@ -190,6 +192,7 @@ class CacheLimit:
         sizes = {blob: size for one in fetched for blob, size in one.blobs.items()}
         total = sum(sizes[one] for one in sizes.keys() - own) + sum(one.size for one in broken_off)
         items: list[_Removable] = [*fetched, *broken_off]
+        # A forecast: the removal looks at the leases again, under the lock.
         leased = {digest.hex for digest in self._store.read_leases().digests}
         for item in sorted(items, key=lambda one: one.last_use(self._pulled)):
             if total <= most:
@@ -206,7 +209,7 @@ class CacheLimit:
         return found, max(total - most, 0)
 
     def _broken_off(self) -> list[_BrokenOff]:
-        """Return what is left of fetches that do not run."""
+        """Return the files of interrupted fetches."""
         claimed = {claim.folder for claim in self._claims}
         folders = [Path(entry.path) for entry in scan_folder(self._folder)]
         return [
@@ -219,7 +222,7 @@ class CacheLimit:
         ]
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
-        """Return what was fetched, and the hex digests of the blobs of all else. Raises BlobstoreError."""
+        """Return the fetched versions, and the hex digests of the blobs of other models. Raises BlobstoreError."""
         found: dict[tuple[str, str], _Fetched] = {}
         own: set[str] = set()
         for reference in self._store.references():
@@ -242,7 +245,7 @@ class CacheLimit:
         yield from self._former(reference)
 
     def _former(self, reference: Reference | None = None) -> Iterator[tuple[bool, bytes]]:
-        """Yield what can be restored of a name, or of all names."""
+        """Yield the former manifests of a name, or of all names, that can be restored."""
         for former in self._store.names.former(reference):
             with contextlib.suppress(BlobstoreError):
                 if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
@@ -257,11 +260,12 @@ class CacheLimit:
             return
         with self._store.writing(), self._store.exclusive_lock():
             for reference, manifest in version.manifests:
-                # Somebody may have given the name to another model in the meantime.
+                # The name may have been given to another model in the meantime.
                 with contextlib.suppress(BlobstoreError):
                     if Digest.of(self._store.read_manifest(reference)) == manifest:
                         self._store.names.remove(reference)
         freed = remove_blobs(self._store, version.only)
+        # After the name and the blobs: without its record, a fetched model would look like one of the store's own.
         self._forget(version.origin)
         origin = version.origin
         self._note(removed=origin.repository, commit=origin.commit, freed=freed)

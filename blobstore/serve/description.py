@@ -1,8 +1,8 @@
-"""What a model is for: the fields of the Hub's info that clients decide by.
+"""The description of a model: the fields of the Hub's info that clients decide by.
 
-The Hub reads them from the card, the config and the names of the files, and so does this module: without a task,
+The Hub reads them from the card, the config and the names of the files, and so does this module. Without a task,
 ``transformers.pipeline`` does not load a model, and without a library, accelerate does not measure one. While a model
-arrives, they are those of the upstream.
+arrives, the fields are those of the upstream.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MAX_CONFIG: Final = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The task, the library and the tags of a model, and what they were read from."""
+    """The task, the library and the tags of a model, with their sources."""
 
     task: str = ""
     library: str = ""
@@ -77,7 +77,7 @@ class Description:
     parameters: Mapping[str, int] = field(default_factory=dict)
     """Values in safetensors files, by their types."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """What GGUF files are for, by name."""
+    """The roles of GGUF files, by name."""
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class Description:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> Self:
-        """Return what an upstream says, of which nothing is believed but that it is text."""
+        """Return the description by an upstream, of which only texts of limited length are used."""
         config, parameters = info.get("config"), info.get("safetensors")
         counts = parameters.get("parameters") if isinstance(parameters, dict) else None
         return cls(
@@ -124,7 +124,7 @@ class Description:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the Hub's info. Those that nobody has stated are left out."""
+        """Return the fields of the Hub's info. Those without a value are left out."""
         total = sum(self.parameters.values())
         found = {
             "pipeline_tag": self.task,
@@ -163,7 +163,7 @@ def describe(
 
 
 def _parameters(files: Mapping[str, Content]) -> Counter[str]:
-    """Return how many values safetensors files have of each type, by their headers, which are made and not stored."""
+    """Return the number of values of each type in safetensors files, by the headers of the exported files."""
     counts: Counter[str] = Counter()
     for name, content in files.items():
         first = content.parts[0] if content.parts else b""

@@ -33,13 +33,13 @@ class Fetch(ABC):
             store: gets the files.
             repository: its name at the upstream.
             found: the version, and the server that has it.
-            claim: where its files are written to, and how many bytes. It is released in the end.
+            claim: the folder of its files, and the space for them. It is released in the end.
         """
         self.repository, self.commit = repository, found.commit
         self.error: BlobstoreError | Refusal | None = None
         self.files: dict[str, ArrivingFile] = {}
         self.listed = threading.Event()
-        """Set when the files can be served, or will not be."""
+        """Set when the files can be served, or the fetch has failed."""
         self.ended = threading.Event()
         self._store, self._client = store, found.client()
         self._claim, self._folder = claim, claim.folder
@@ -48,11 +48,11 @@ class Fetch(ABC):
 
     @abstractmethod
     def work(self) -> None:
-        """Fetch the files, and bring them into the store: on the thread."""
+        """Fetch the files, and add them to the store. Called on the thread."""
 
     @abstractmethod
     def report(self) -> None:
-        """Report the end, while the files can still be read: on the thread."""
+        """Report the end, while the files can still be read. Called on the thread."""
 
     @property
     def fetched(self) -> int:
@@ -69,7 +69,7 @@ class Fetch(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and wait until it has ended. Call it from any other."""
+        """Stop the thread, and wait until it has ended. Call it from another thread."""
         self._is_stopped = True
         self._client.abort()
         self._thread.join()
@@ -90,16 +90,20 @@ class Fetch(ABC):
                 f"{self.repository}: this process has too many open files", advice="try again later"
             )
         if not isinstance(self.error, RemoteError | Cancelled):
+            # While it is claimed, so that nothing else counts or removes the folder.
             shutil.rmtree(self._folder, ignore_errors=True)
+        # Before the end is reported: the next attempt needs the same space at once.
         self._claim.release()
         self.report()
         failed = DamagedSource(f"{self.repository} cannot be fetched")
         for file in self.files.values():
+            # After the report: a reader that fails here and asks again must find the outcome.
             file.fail(failed)
         # Circles of references and tracebacks would keep the files open.
         self.files = {}
         if self.error is not None:
             self.error.with_traceback(None)
+        # Last, because clients that wait for these ask again at once.
         self.listed.set()
         self.ended.set()
 
@@ -124,13 +128,13 @@ class Fetch(ABC):
                     return
 
     def check_stopped(self, *_: object) -> None:
-        """Raise Cancelled if the thread is to end."""
+        """Raise Cancelled if the thread was asked to stop."""
         if self._is_stopped:
             raise Cancelled("stopped")
 
 
 def lacks_files(error: BaseException | None) -> bool:
-    """Return whether something has failed because this process, or the machine, has too many open files."""
+    """Return whether the cause of an error is that this process, or the machine, has too many open files."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True

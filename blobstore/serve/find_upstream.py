@@ -1,7 +1,7 @@
-"""Chooses whom to ask for a model that the store lacks: the upstream, or else a peer that has it.
+"""Chooses the server to ask for a model that the store lacks: the upstream, or else a peer that has it.
 
-The upstream decides what a revision is and who may read it. Without one, or while it cannot be reached, the first
-peer that has the model is believed about what it is. A token of a client never goes to a peer.
+The upstream decides which commit a revision is and which clients may read it. Without an upstream, or while it cannot
+be reached, the first peer that has the model decides which commit it is. A token of a client never goes to a peer.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class FoundAt(NamedTuple):
     commit: str
     upstream: Upstream
     token: str
-    """What it is asked with; empty for none."""
+    """The token for the server; empty for none."""
     peer: Peer | None
-    """It, if it is a server of our kind, which has blobs."""
+    """The server as a peer, if it is ``blobstore serve``, which has blobs."""
     is_peer: bool = False
     """Whether it is in the list of peers."""
     description: Description = NOTHING
@@ -60,13 +60,13 @@ class Upstreams:
         self._upstream, self._token, self._rights = upstream, token, rights
         self.peers = peers
         self.has_upstream = upstream is not None
-        """Whether somebody says what a tag is after the store has a model of that name."""
+        """Whether an upstream decides what a tag is even if the store has a model of that name."""
         self._lock = threading.Lock()
         self._clients: set[UpstreamClient] = set()
         self._is_closed = False
 
     def close(self) -> None:
-        """End what other threads ask: they raise Cancelled."""
+        """End the requests of other threads: they raise Cancelled."""
         with self._lock:
             self._is_closed = True
             clients = list(self._clients)
@@ -78,6 +78,7 @@ class Upstreams:
         """Yield a client of a server, until :meth:`close`."""
         with found.client(patience) as client:
             with self._lock:
+                # Under the lock of `close`: either that aborts this client, or this fails.
                 if self._is_closed:
                     raise Cancelled("stopped")
                 self._clients.add(client)
@@ -96,11 +97,11 @@ class Upstreams:
         *,
         with_peers: bool = True,
     ) -> FoundAt:
-        """Ask what a revision is, and whether the client with ``token`` may read it.
+        """Find the commit of a revision, and check that the client with ``token`` may read it.
 
         Raises:
             Refusal: there is no such revision, or this client may not read it.
-            RemoteError: nobody can be reached, or is a Hub.
+            RemoteError: no server can be reached, or none is a Hub.
         """
         failure: RemoteError | None = None
         if self._upstream is not None:
@@ -157,7 +158,7 @@ class Upstreams:
                     client.check_repository(repository)
                 raise
             if there.repository != repository:
-                # It was renamed, or has another case. What counts is what is said about the one that is named.
+                # It was renamed, or has another case. Only the answer about the name that the upstream gives counts.
                 repository, there = there.repository, client.revision(there.repository, revision)
                 if there.repository != repository:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
+from blobstore.serve.hub_calls import ANY, Call, Route, Routes
 from blobstore.serve.hub_files import (
     commit_entry,
     model_of,
@@ -21,7 +22,6 @@ from blobstore.serve.hub_files import (
     tree,
 )
 from blobstore.serve.hub_models import info, list_models
-from blobstore.serve.hub_routes import ANY, Call, Route, Routes
 from blobstore.serve.messages import Content, content_response, json_response
 from blobstore.serve.names import MAIN, name_of, repository_of
 from blobstore.serve.refusal import Refusal, no_model

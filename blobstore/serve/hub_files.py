@@ -16,7 +16,7 @@ from blobstore.core import strict_json
 from blobstore.core.digest import git_digester
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
-from blobstore.serve.hub_routes import body_type, is_true, tag_of
+from blobstore.serve.hub_calls import body_type, is_true, tag_of
 from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
@@ -25,7 +25,7 @@ from blobstore.serve.targets import InvalidTarget, parse_form
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from blobstore.serve.hub_routes import Call
+    from blobstore.serve.hub_calls import Call
     from blobstore.serve.library import ServedModel
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.targets import Target

@@ -19,7 +19,7 @@ from blobstore.serve.targets import InvalidTarget
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.serve.description import Description
-    from blobstore.serve.hub_routes import Call
+    from blobstore.serve.hub_calls import Call
     from blobstore.serve.messages import Response
     from blobstore.serve.visible import Visible
 

@@ -1,4 +1,4 @@
-"""Holds the memory that parsing the documents of an arriving model takes, before they are parsed.
+"""Reserves memory for the documents of an arriving model before they are parsed.
 
 All arriving models share :data:`blobstore.core.limits.IMPORTS`. If the documents of one would take more than
 :data:`~blobstore.core.limits.IMPORT`, they are not parsed, and its files are stored as they are.
@@ -27,7 +27,7 @@ _MAX_GGUF: Final = 32 << 20
 _PER_TENSOR: Final = 600
 """Bytes of memory per tensor of a GGUF file."""
 _estimating = threading.Lock()
-"""Held while a document is read whose memory is not held yet: one at a time in the process."""
+"""Held while a document is read for its size: one at a time in the process, because its memory is not held yet."""
 
 
 class ImportMemory(limits.Held):

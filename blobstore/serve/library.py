@@ -1,8 +1,8 @@
-"""The models of a store, as a server looks at them again and again.
+"""The models of a store, as a server needs them repeatedly.
 
-A look costs one status of a manifest's file. All else is done once for each model, takes from milliseconds to
-minutes, and is what :class:`NotPrepared` holds: the caller runs the work on a thread, and asks again. A model
-that has to be fetched from elsewhere can become such work, too.
+A look costs one status of a manifest's file. Other work is done once per model and takes milliseconds to minutes.
+It is raised as :class:`NotPrepared`: the caller runs it on a thread, and asks again. Fetching a model from elsewhere
+is such work, too.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _Value = TypeVar("_Value")
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
-"""How long the blobs of a model are kept from gc after it was last asked for."""
+"""Seconds that the blobs of a model are kept from gc after it was last asked for."""
 _ABSENT_SECONDS = 1.0
-"""How long a commit is absent before it is looked for again. A request may ask more than once."""
+"""Seconds until an absent commit is looked for again. A request may ask more than once."""
 _DAMAGED_SECONDS = 5.0
 """Seconds before the origin of a damaged model is looked up again."""
 
@@ -69,14 +69,14 @@ class ServedModel:
     """None while it is being fetched."""
     files: Mapping[str, Content] = field(repr=False)
     digests: Mapping[str, Digest] | None = field(default=None, repr=False)
-    """The sha256 of each file; None until somebody needed them."""
+    """The sha256 of each file; None until they are needed."""
     origin: Origin | None = None
-    """The commit of the upstream that it was fetched from, whose names it has."""
+    """The commit of the upstream that it was fetched from; its files are named by that."""
     description: Description = field(default_factory=Description)
     absent: Mapping[str, ListedFile] = field(default_factory=dict, repr=False)
-    """Those of the files that the store lacks."""
+    """The files that the store lacks."""
     completed: ServedModel | None = field(default=None, repr=False)
-    """The same with these, for those who can get them."""
+    """The same model with the absent files, for clients that can get them."""
 
     @property
     def commit(self) -> str:
@@ -102,7 +102,7 @@ class Version(NamedTuple):
 class Library:
     """The models of a store that are served to somebody. Threads may share it.
 
-    It knows no client: :class:`~blobstore.serve.visible.Visible` says what one may see of it.
+    It knows no client: :class:`~blobstore.serve.visible.Visible` has the models that one client may see.
     """
 
     def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
@@ -119,10 +119,10 @@ class Library:
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
-        """The commits that names were imported from, with the versions of their manifests, and until when that holds."""
+        """The commits that names were imported from, with the versions of their manifests and the ends of validity."""
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
         self._commits: dict[tuple[Reference, str], tuple[list[Version], float]] = {}
-        """The versions that are served as a commit, and until when that holds."""
+        """The versions that are served as a commit, with the end of validity."""
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self._protection = Protection(store)
@@ -143,7 +143,7 @@ class Library:
         )
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return what a name in the store is now, or None if there is no such model.
+        """Return the model that a name in the store has now, or None if there is none.
 
         Raises:
             NotPrepared: it was not asked for since it changed.
@@ -158,7 +158,7 @@ class Library:
         return self._used(found, with_digests=with_digests)
 
     def descriptions(self, references: Iterable[Reference]) -> Mapping[Reference, Description]:
-        """Return what models in the store are for, of any number of them: none is prepared. Raises as :meth:`model`."""
+        """Return the descriptions of any number of stored models, none of which is prepared. Raises as :meth:`model`."""
         found: dict[Reference, Description] = {}
         changed = []
         for reference in references:
@@ -176,6 +176,7 @@ class Library:
 
     def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
         """Return the models of a repository that are being fetched."""
+        # A copy, because other threads add and remove models.
         several = list(self.arriving.items())
         return {one: model for one, model in several if one.parts[:3] == repository.parts[:3]}
 
@@ -194,7 +195,7 @@ class Library:
         self._commits.pop((repository, commit), None)
 
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
-        """Return what :meth:`at_commit` has found. Raises as :meth:`model`."""
+        """Return a version that :meth:`at_commit` has found. Raises as :meth:`model`."""
         found = self._models.get(version.key)
         if found is None or not self._protection.touch(found.key):
             raise NotPrepared(self._read_version, version.reference, version.key)
@@ -211,7 +212,7 @@ class Library:
         return tag
 
     def artifact(self, tag: Reference) -> Artifact | None:
-        """Return what a registry has under a tag, or None if there is no such model.
+        """Return the artifact of a tag, or None if there is no such model.
 
         Raises as :meth:`model` and :meth:`named_by`.
         """
@@ -232,12 +233,12 @@ class Library:
         return found
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
-        """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
+        """Return a function that says whether a name has changed since :meth:`artifact` returned it; None for others."""
         known = self._names.get(reference)
         return None if known is None else _Watch(self.store, reference, known[0])
 
     def prepared_artifacts(self, repository: Reference) -> list[Artifact]:
-        """Return what registries were given of a repository lately."""
+        """Return the artifacts of a repository that were asked for lately."""
         return [
             one
             for one in self._artifacts.values()
@@ -251,9 +252,9 @@ class Library:
         return list(filter(self.is_allowed, self._tags.having(repository, digest)))
 
     def look_ahead(self) -> None:
-        """Find out what registries have of repositories with many tags, for which no client should wait.
+        """Compute the digests of repositories with many tags, so that no client waits for them.
 
-        No request causes it, so it tells nobody what there is. Call it on a thread. Raises StoreError.
+        No request causes it, so its duration reveals nothing to clients. Call it on a thread. Raises StoreError.
         """
         for repository, count in Counter(map(any_tag, self.names())).items():
             if count >= MANY_TAGS:
@@ -313,7 +314,7 @@ class Library:
         return self.origins([reference]).get(reference)
 
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
-        """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
+        """Return the commits that names in the store were fetched from; empty if none was. Raises as :meth:`model`."""
         found: dict[Reference, Origin | None] = {}
         changed = []
         now, records = time.monotonic(), self.pulled.records()
@@ -339,11 +340,11 @@ class Library:
         return etag in self._distrusted
 
     def use(self, served: ServedModel | Artifact) -> Use:
-        """Return what keeps the blobs of what is being sent, and for a while after that; call it for each piece."""
+        """Return a use that keeps the blobs of a model while it is sent, and a while longer. Call it for each piece."""
         return self._protection.use(served.key if isinstance(served, ServedModel) else served.model)
 
     def forget(self, key: Digest) -> None:
-        """Forget a model by the digest of its manifest: what is known about it has changed."""
+        """Forget a model by the digest of its manifest, because the facts about it have changed."""
         self._models.forget(key)
         self._commits.clear()
 
@@ -356,7 +357,7 @@ class Library:
         return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
-        """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
+        """Forget models that were not asked for lately, so that gc may remove their blobs."""
         self._end_idle(seconds)
 
     def _end_idle(self, seconds: float, keys: Sequence[Digest] | None = None) -> None:
@@ -367,7 +368,7 @@ class Library:
             if artifact.model in ended:
                 self._artifacts.forget(artifact.key)
 
-    # What takes its time
+    # Work on threads
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
@@ -383,15 +384,15 @@ class Library:
     def _source(
         self, reference: Reference, data: bytes | None = None
     ) -> tuple[Commit | None, float]:
-        """Return the commit that a model was imported from, if its source has one, and until when that holds."""
+        """Return the commit that a model was imported from, if its source has one, and the end of validity."""
         try:
             return source_of(
                 self.store,
                 Manifest.from_bytes(data) if data is not None else self.store.resolve(reference),
             ), math.inf
         except BlobstoreError:
-            # It is damaged, or cannot be read now. If it may have been fetched, it is for those
-            # alone who may read that.
+            # It is damaged, or cannot be read now. If it may have been fetched, only clients that may
+            # read the repository get it.
             found = next(iter(self.pulled.of_repository(name_of(reference))), None)
             commit = (found.repository, found.commit) if found else None
             return commit, time.monotonic() + _DAMAGED_SECONDS
@@ -411,6 +412,7 @@ class Library:
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
+        # Before its blobs are read, so that gc keeps what is found.
         key = self._protected(data, manifest)
         if key not in self._models:
             with limits.Held() as held:
@@ -435,6 +437,7 @@ class Library:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
         key = self._protected(data, manifest)
+        # Before signatures are read: one that is added in between makes another key.
         kept_as = reference, version, signed_at(self.store, key)
         if kept_as not in self._artifacts:
             made = make_artifact(self.store, reference, data, manifest)
@@ -447,7 +450,7 @@ class Library:
         self._artifacts.add(kept_as, made)
 
     def _described(self, reference: Reference) -> Iterable[Digest]:
-        """Return the digests of all that a registry has of a tag."""
+        """Return the digests of all manifests and blobs of a tag."""
         return make_artifact(self.store, reference, *self.store.parse(reference)).digests()
 
     def _list_cold(self, artifact: Artifact) -> None:
@@ -497,7 +500,7 @@ class Library:
 
 
 class _Kept(Generic[_Key, _Value]):
-    """Values of which those are forgotten that nobody has asked for for the longest time. Threads may share it."""
+    """A cache that forgets the values that were not asked for for the longest time. Threads may share it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -532,7 +535,7 @@ class _Kept(Generic[_Key, _Value]):
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """Returns whether a name has another manifest than that of a version; equal ones are the same question."""
+    """Returns whether a name has another manifest than that of a version. Equal instances answer alike."""
 
     store: LocalStore
     reference: Reference

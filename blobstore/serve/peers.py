@@ -1,9 +1,9 @@
 """Fetches the blobs of a model from other servers of the same kind, so that nodes of a rack feed each other.
 
 Peers are a list that the user gives; nothing is negotiated. All peers are asked at once which of them has the commit.
-Nothing that a peer says is believed: a blob must have its digest, and files that are put together from blobs
-must have the digests that the upstream lists. A peer that sends other bytes is named in the log and asked for
-nothing more of the model; one that is gone or slow is not asked for a while. Requests are marked, and a marked
+No answer of a peer is trusted: a blob must have its digest, and files that are assembled from blobs must have the
+digests that the upstream lists. A peer that sends other bytes is named in the log and not asked for the model again;
+one that is gone or slow is not asked for a while. Requests are marked, and a marked
 request is answered from the store alone, so no chain of servers waits for itself.
 """
 
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 PATIENCE: Final = Patience(stall=5, slowest=1 << 20, attempts=2, first=0.1, longest=1)
-"""A peer that cannot be reached costs one timeout, and one that sends less than 1 MiB/s is left."""
+"""A peer that cannot be reached costs one timeout, and one that sends less than 1 MiB/s is dropped."""
 SKIP_SECONDS: Final = 60.0
-"""How long a peer that did not answer is not asked."""
+"""Seconds that a peer is not asked after it did not answer."""
 _STREAMS: Final = capacity.PEER_BLOBS.most
 _PIECE: Final = 1 << 20
 _PROBES: Final = capacity.PROBES.most
@@ -76,7 +76,7 @@ class Peer:
     address: RemoteReference
     """With any repository."""
     login: Login | None = None
-    """What it is asked with; None for the login that the user has there."""
+    """The login for requests to it; None for the login that the user has there."""
     skipped_until: float = 0.0
 
     @property
@@ -99,7 +99,7 @@ class Peer:
         return cls(address, Login("token", token) if token else None)
 
     def token(self) -> str:
-        """Return what it is asked with as a Hub; empty for nothing."""
+        """Return the token for requests to it as a Hub; empty for none."""
         login = self.login
         if login is None:
             with contextlib.suppress(BlobstoreError, OSError):
@@ -107,7 +107,7 @@ class Peer:
         return "" if login is None else login.password
 
     def client(self) -> RegistryClient:
-        """Return a client that says that it is a peer. It is connected to nothing yet."""
+        """Return a client whose requests are marked as those of a peer. It is connected to nothing yet."""
         return RegistryClient(
             self.address.host,
             plain_http=self.address.uses_plain_http(),
@@ -133,9 +133,9 @@ class PeerFiles(NamedTuple):
     """The files of a model, as some peers list them; nothing is trusted."""
 
     files: Mapping[str, Content]
-    """Put together from blobs of this store."""
+    """Composed of blobs of this store."""
     peers: Sequence[Peer]
-    """All that have the same manifest."""
+    """The peers that have the same manifest."""
 
 
 class Peers:
@@ -166,7 +166,7 @@ class Peers:
         return [peer for peer in self._peers if peer.skipped_until <= now]
 
     def close(self) -> None:
-        """End what other threads fetch."""
+        """End the fetches of other threads."""
         with self._lock:
             self._is_closed = True
             running = list(self._running)
@@ -177,7 +177,7 @@ class Peers:
     def files(
         self, wanted: Wanted, size: int, *, first: Peer | None = None
     ) -> Iterator[Iterator[PeerFiles]]:
-        """Yield what yields the files of a model.
+        """Yield an iterator over answers: the files of a model, as some peers list them.
 
         Peers that list different manifests give different files, so there may be several answers, or none. The
         blobs stay while the block runs, and then those that the store's models have.
@@ -185,7 +185,7 @@ class Peers:
         Args:
             wanted: the model.
             size: bytes of its files. No more are fetched, of all versions together, but some for other blobs.
-            first: another server to ask, such as an upstream that is one of us.
+            first: another server to ask, such as an upstream that is ``blobstore serve``.
         """
         fetched: set[str] = set()
         try:
@@ -193,7 +193,7 @@ class Peers:
                 sources = self._sources(wanted, first, stack)
                 yield self._all_files(wanted, size, sources, fetched, stack)
         finally:
-            # The model has not come to the store, or has other blobs than a peer lists, or not all of one has come.
+            # The model was not imported, or has other blobs than a peer lists, or not all blobs of one peer arrived.
             if fetched:
                 with contextlib.suppress(BlobstoreError):
                     remove_blobs(self._store, fetched)
@@ -216,6 +216,7 @@ class Peers:
                     peer=several[0].peer.name, model=str(wanted.reference), error="too large"
                 )
                 continue
+            # Until the caller has imported the model, the lease of this import keeps the blobs.
             ingest = stack.enter_context(self._store.ingest())
             # Blobs are the same in all versions.
             others = [one for group in sources.values() if group is not several for one in group]
@@ -223,6 +224,7 @@ class Peers:
             with self._lock:
                 self._running.add(fetch)
             try:
+                # After it is listed: either `close` aborts it, or this sees that the server is closed.
                 if self._is_closed:
                     return
                 left -= sum(missing.values())
@@ -272,7 +274,7 @@ class Peers:
         return found
 
     def _ask(self, peer: Peer, wanted: Wanted) -> _Source | None:
-        """Return what a peer has of a model; None if it does not have this version."""
+        """Return a peer as the source of a model; None if it does not have this version."""
         client, held, reading = peer.client(), limits.Held(), limits.Held()
         try:
             name = RemoteReference.of(wanted.reference)  # registries do not allow all names
@@ -301,7 +303,7 @@ class Peers:
         return None
 
     def failed(self, peer: Peer, error: BlobstoreError) -> None:
-        """Ask a peer no more for a while."""
+        """Do not ask a peer for a while."""
         peer.skipped_until = time.monotonic() + SKIP_SECONDS
         self._note(peer=peer.name, error=str(error))
 
@@ -349,11 +351,11 @@ class PeerFetch:
         self.data = sources[0].source.data
         """The manifest, which all of them have."""
         self.received = 0
-        """Bytes that have come."""
+        """Bytes that have arrived."""
 
     @property
     def client(self) -> PeerFetch:
-        """What ends the requests."""
+        """The object that can end the requests."""
         return self
 
     def abort(self) -> None:
@@ -380,6 +382,7 @@ class PeerFetch:
         download = Download(self, self._store, ingest, missing, workers, usable, attempts)
         download.run(_STREAMS)
         ingest.publish()
+        # Only now: after a kill before this, the next attempt decodes them again.
         download.remove_cold_files()
 
     def _cold_layers(self) -> Mapping[Digest, ColdLayer]:
@@ -406,6 +409,7 @@ class PeerFetch:
             try:
                 with contextlib.closing(one.source.read(digest, size, begin, end)) as pieces:
                     for piece in pieces:
+                        # Before it is passed on: if this peer fails, the next one continues after it.
                         begin += len(piece)
                         with self._lock:
                             one.sent[digest] = one.sent.get(digest, 0) + len(piece)
@@ -439,7 +443,7 @@ class PeerFetch:
                 self._sources.remove(one)
 
     def _order(self, digest: Digest) -> list[_Source]:
-        """Return whom to ask for a blob, so that each blob has other peers that are asked first."""
+        """Return the peers to ask for a blob, in an order that differs from blob to blob."""
         with self._lock:
             sources = list(self._sources)
         if digest in self._listed:

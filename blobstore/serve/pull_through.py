@@ -3,12 +3,12 @@
 :meth:`PullThrough.visible` looks at each request before it is answered. It does not judge the store's own models.
 Of any other model, three things have to be known, and each is known for a while:
 
-- what the upstream calls this revision now;
+- which commit the revision is at the upstream now;
 - whether the upstream lets this client read it, judged by a request for a file with the client's own token; the
   answers are in :mod:`blobstore.serve.rights`;
 - whether the store has it, or it is arriving.
 
-What is not known is work for a thread, as in :mod:`blobstore.serve.library`. The token of a client goes to the
+Finding out takes work on a thread, as in :mod:`blobstore.serve.library`. The token of a client goes to the
 upstream alone, and is kept as a digest.
 """
 
@@ -60,16 +60,16 @@ if TYPE_CHECKING:
     from blobstore.store.names import NameUpdate
 
 _RETRY_SECONDS: Final = 15.0
-"""How long the store answers for an upstream that is gone, before that is asked again."""
+"""Seconds until an upstream that is gone is asked again; until then, the store answers."""
 _REFUSED_SECONDS: Final = 5.0
-"""How long a refusal, or a failure, is repeated to others who ask for the same."""
+"""Seconds that a refusal or a failure is repeated for the same request."""
 _MAX_REFUSALS: Final = 4096
-"""Those that anybody can cause, by any name. Each takes about a KiB."""
+"""Any client can cause them, by any name. Each takes about a KiB."""
 _MAX_PATIENT: Final = capacity.PATIENT.most
 
 
 class _Known(NamedTuple):
-    """What a tag is at the upstream."""
+    """The commit of a tag at the upstream."""
 
     commit: str
     until: float
@@ -89,7 +89,7 @@ class PullThrough:
         max_size: int | None = None,
         log: Callable[[str], object] | None = None,
     ) -> None:
-        """Lock the folder of what arrives, and fetch nothing yet.
+        """Lock the folder of arriving files, and fetch nothing yet.
 
         Args:
             library: the models of the store.
@@ -114,10 +114,10 @@ class PullThrough:
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
         self._renamed: dict[Reference, tuple[Reference, float]] = {}
-        """What the upstream calls repositories that were asked for by other names, and until when that holds."""
+        """The upstream's names of repositories that were asked for by other names, with the end of validity."""
         self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
         self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
-        """Those of arrivals."""
+        """Failures of arrivals."""
         self._arrivals: dict[tuple[str, str], Arrival] = {}
         """By repository and commit."""
         self._names: dict[tuple[str, str], set[Reference]] = {}
@@ -125,7 +125,7 @@ class PullThrough:
         self._fetched_at: dict[tuple[str, str], float] = {}
         """When commits were last fetched by this process."""
         self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
-        """When an arrival has begun, and from where."""
+        """When an arrival has begun, and the server that it comes from."""
         self._fetched_bytes, self._fetched_models, self._is_closed = 0, 0, False
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._note)
@@ -138,6 +138,7 @@ class PullThrough:
         """End all arrivals. Fetched files stay for the next server."""
         with self._lock:
             self._is_closed = True
+            # Under the lock of `_begin`, which starts no arrival after this.
             arrivals = [*self._arrivals.values(), *self._others.running()]
         self._upstreams.close()
         self.peers.close()
@@ -161,16 +162,16 @@ class PullThrough:
             for (name, kind), value in values.items()
         )
 
-    # What is asked of each request
+    # Called for each request
 
     def reads_tokens(self, request: Request) -> bool:
         """Return whether the token of a request decides which models there are for it."""
         return self._upstreams.has_upstream and PEER not in request.headers
 
     def visible(self, request: Request, target: Target, token: str) -> Visible:
-        """Return what the client may read of what it asks for.
+        """Return the models that the client may read among those that it asks for.
 
-        Nothing here depends on whether the store has a model before it is known that the client may read it.
+        Until it is known that the client may read a model, nothing here depends on whether the store has it.
 
         Raises:
             Refusal: there is no such model, or not for this client.
@@ -202,19 +203,19 @@ class PullThrough:
                 visible = self._repository(repository, token, everyone)
             else:
                 named, needs_all = asked.revision, is_registry and not is_choice
-                if not asked.has_name:  # of the store, only the commit can be asked
+                if not asked.has_name:  # the store is asked only for the commit
                     asked = asked.at(self._judged(asked, token, self._ask)[0])
                 visible = self._version(asked, token, request.damaged, needs_all=needs_all)
                 visible = replace(visible, _revision=(named, asked.revision))
         return visible.named(requested, repository)
 
     def _asked(self, repository: Reference, revision: str | None) -> Asked | None:
-        """Return what is asked for; None if that is not a version, or one that no served model can have."""
+        """Return the requested version; None if there is none, or no served model can have it."""
         asked = None if revision is None else Asked.of(repository, revision)
         return asked if asked is not None and self._library.is_allowed(asked.reference) else None
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
-        """Return what the upstream has lately called a repository, of which no version is asked for if ``is_whole``."""
+        """Return the recent upstream name of a repository, of which no version is requested if ``is_whole``."""
         name, until = self._renamed.get(any_tag(repository), (repository, 0.0))
         if name == repository or time.monotonic() >= until:
             return repository
@@ -222,7 +223,7 @@ class PullThrough:
         return repository if any(is_own(self._library, tag) for tag in tags) else name
 
     def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
-        """Return what was fetched and is damaged: a version, or the one that a registry gave with a blob lately.
+        """Return the fetched version that is damaged: the requested one, or the recent one with this blob.
 
         Raises:
             OnlyHere: it was not fetched.
@@ -244,7 +245,7 @@ class PullThrough:
     def _version(
         self, asked: Asked, token: str, damaged: float = 0.0, *, needs_all: bool
     ) -> Visible:
-        """Return what a client may read of a version, which is there. Raises as :meth:`visible`.
+        """Return the models that a client may read at a version, which is there. Raises as :meth:`visible`.
 
         The version that the store has does not count if it was found ``damaged`` since it was last fetched.
         """
@@ -283,7 +284,7 @@ class PullThrough:
     def _judged(
         self, asked: Asked, token: str, ask: Callable[[Asked, str], object]
     ) -> tuple[str, Right]:
-        """Return what a revision is, and the right to read it. Raises NotFetched if that is not known, and Refusal."""
+        """Return the commit of a revision, and the right to read it. Raises NotFetched if unknown, and Refusal."""
         client = client_of(token)
         self._check_refusal(asked.reference, client)
         commit, right = self._known(asked), self._right(asked, client)
@@ -303,7 +304,7 @@ class PullThrough:
         return self._rights.of(client, asked.repository, self._known(asked) or "")
 
     def _check_refusal(self, reference: Reference, client: str) -> None:
-        """Repeat what a client was answered lately. Raises Refusal."""
+        """Repeat a recent refusal to a client. Raises Refusal."""
         refusal, until = self._refusals.get((reference, client), (None, 0.0))
         if refusal is not None and time.monotonic() < until:
             raise refusal.again()
@@ -311,7 +312,7 @@ class PullThrough:
     def _settled(
         self, repository: Reference, revision: str | None, everyone: Visible, token: str
     ) -> Visible | None:
-        """Return what a client may read if the store alone decides about a repository or a version of it.
+        """Return the models that a client may read if the store alone decides about a repository or version.
 
         Raises as :meth:`visible`.
         """
@@ -319,7 +320,7 @@ class PullThrough:
             raise no_model()
         asked, has_upstream = self._asked(repository, revision), self._upstreams.has_upstream
         if has_upstream and (asked is None or not asked.is_commit):
-            # They are not read here: one that is damaged shows that it is there.
+            # They are not read here: an error about a damaged one would reveal it.
             names = [asked.reference] if asked else self._library.stored_tags(repository)
             if not names or not all(is_own(self._library, one) for one in names):
                 return None
@@ -337,9 +338,9 @@ class PullThrough:
         return everyone if is_settled else None
 
     def _repository(self, repository: Reference, token: str, everyone: Visible) -> Visible:
-        """Return what a client may read of a repository, of which it names no version. Raises as :meth:`visible`.
+        """Return the models that a client may read in a repository without a version. Raises as :meth:`visible`.
 
-        The upstream is asked about a repository that is absent, too, so that its answer is that to one that is not.
+        The upstream is asked about absent repositories, too, so that the answers do not differ.
         """
         name, client = name_of(repository), client_of(token)
         recorded = self._library.pulled.of_repository(name)
@@ -355,12 +356,12 @@ class PullThrough:
             raise
         raise NotFetched(self._ask, asked, token)
 
-    # What takes its time
+    # Work on threads
 
     def _look_up(self, asked: Asked, token: str, is_damaged: bool = False) -> None:
-        """Ask the upstream what a revision is and whether this client may read it, and fetch it.
+        """Ask the upstream for a revision and whether this client may read it, and fetch it.
 
-        One that ``is_damaged`` here is fetched although the store has it: an import replaces damaged blobs.
+        If it ``is_damaged`` here, it is fetched although the store has it: an import replaces damaged blobs.
         """
         found = self._ask(asked, token)
         if found is not None:
@@ -373,17 +374,17 @@ class PullThrough:
             self._fail((asked.repository, commit), refusal)
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
-        """Ask the upstream what a revision is and whether this client may read it; None if it cannot be fetched."""
+        """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
         origin, client, now = self._stored(asked), client_of(token), time.monotonic()
         is_public = self._library.pulled.is_public(asked.repository)
-        # A client that may not read what the store has must not learn that it is there.
+        # A client without access must not learn that the store has the model.
         has_answer = origin is not None and (
             is_public or self._rights.of(client, asked.repository, origin.commit) is not None
         )
         is_patient = not has_answer and self._patient.acquire(blocking=False)
         try:
             patience = PATIENT if is_patient else IMPATIENT
-            # A peer does not know who may read what the upstream has, nor what a tag is that the upstream has named.
+            # A peer knows neither the rights that the upstream gives nor the commits of its tags.
             found = self._upstreams.find(
                 asked.repository,
                 asked.revision,
@@ -417,8 +418,8 @@ class PullThrough:
         return None
 
     def _found(self, asked: Asked, found: FoundAt, client: str, now: float) -> None:
-        """Remember what a revision is, and who may read it: this client, or everyone."""
-        # At least as long as it takes to ask for what was just found out.
+        """Remember the commit of a revision, and the right to it: of this client, or of everyone."""
+        # Long enough for the next request to use the answer.
         until = time.monotonic() + max(self._fresh, 1)
         if found.repository != asked.repository:
             requested, asked = any_tag(asked.reference), asked.called(found.repository)
@@ -434,7 +435,7 @@ class PullThrough:
             self._rights.note_public(asked.repository)
 
     def _refused(self, asked: Asked, client: str, named: str) -> None:
-        """Take back rights to a repository that the upstream refuses, also by what it is or was ``named`` there."""
+        """Take back rights to a repository that the upstream refuses, also under its present and former names."""
         name, _ = self._renamed.pop(any_tag(asked.reference), (asked.reference, 0.0))
         for repository in {asked.repository, name_of(name), named or asked.repository}:
             self._rights.take_back(repository, client)
@@ -451,7 +452,7 @@ class PullThrough:
             except Refusal:
                 self._rights.take_back(repository, self._rights.public)
             except RemoteError:
-                pass  # nobody has said that they may
+                pass  # it stays unknown
             else:
                 until = time.monotonic() + max(self._fresh, 1)
                 right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
@@ -462,7 +463,7 @@ class PullThrough:
         bounded(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
 
     def _stored(self, asked: Asked) -> Origin | None:
-        """Return what the store has of a revision, which was fetched earlier."""
+        """Return the origin of the store's model of a revision, if it was fetched."""
         if asked.is_commit:
             found = self._library.pulled.of_repository(asked.repository)
             return next((origin for origin in found if origin.commit == asked.revision), None)
@@ -480,7 +481,7 @@ class PullThrough:
     ) -> None:
         """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
 
-        Without ``found``, it is not fetched. One that ``is_damaged`` is fetched although the store has it.
+        Without ``found``, it is not fetched. If it ``is_damaged``, it is fetched although the store has it.
         """
         key = (asked.repository, commit)
         with self._lock:
@@ -503,6 +504,7 @@ class PullThrough:
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next((one for one, _ in names_of(self._library, asked, commit)), name)
             arrival = Arrival(self._store, name, asked.repository, found, claim, self)
+            # Before it starts, because its record must stay until a name has the commit.
             self._library.pulled.hold(key)
             self._arrivals[key], self._names[key] = arrival, {name}
             self._begun[key] = time.monotonic(), found
@@ -517,7 +519,7 @@ class PullThrough:
                 return True
         return False
 
-    # What arrivals report
+    # Called by arrivals
 
     def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -574,6 +576,7 @@ class PullThrough:
         elif isinstance(arrival.error, NameTaken):
             self._library.pulled.not_given(arrival.reference)
         with self._lock:
+            # After the names: a client in between must find the model in one of both.
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)
             begun, _ = self._begun.pop(key)

@@ -1,8 +1,8 @@
-"""The record of what was fetched from an upstream: a small file for each commit, and one for each repository.
+"""The records of fetched models: a small file for each commit, and one for each repository.
 
-That of a commit is written before the model gets its name, so no crash leaves a fetched model that looks like one
-of the store's own. Its time is that of the last use. That of a repository is written before those of its commits,
-and says whether the upstream gives it to everyone.
+The record of a commit is written before the model gets its name, so no crash leaves a fetched model that looks like
+one of the store's own. Its time is that of the last use. The record of a repository is written before those of its
+commits, and says whether the upstream gives it to everyone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Commit = tuple[str, str]
 """A repository of an upstream, and the name of a commit."""
 _MAX_RECORD: Final = 64 << 20
 _SETTLED_NS: Final = 2 * 10**9
-"""Nanoseconds after which a change of a folder cannot have the same time as another one."""
+"""Nanoseconds after which another change of a folder cannot have the same time."""
 _TOUCH_SECONDS: Final = 30.0
-"""How exactly the time of the last use is noted."""
+"""Seconds by which the noted time of the last use may be late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class Origin:
     peer: str = ""
     """The peer that said what the commit is; empty if the upstream did."""
     others: Listing = field(default_factory=dict, repr=False)
-    """The files that were not fetched with the model, and are when somebody asks for them."""
+    """The files that were not fetched with the model, and are fetched when a client asks for them."""
 
     @property
     def all_plain(self) -> Mapping[str, str]:
-        """The same of all files of the commit."""
+        """Like :attr:`plain`, for all files of the commit."""
         found = {one.name: one.digest for one in self.others.values() if one.algorithm == "sha1"}
         return {**found, **self.plain}
 
     def short(self) -> Origin:
-        """Return the same without other files, of which there may be many."""
+        """Return the origin without other files, of which there may be many."""
         return replace(self, others={})
 
     def to_bytes(self) -> bytes:
@@ -77,13 +77,13 @@ class Origin:
 
 
 class _Record(NamedTuple):
-    """What a file says."""
+    """The content of a file."""
 
     repository: str
     origin: Origin | None
     """None in the record of a repository."""
     is_public: bool | None
-    """None in the record of a commit. Those of former versions of blobstore say it there."""
+    """None in the record of a commit, unless a former version of blobstore wrote it."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Record:
@@ -126,8 +126,8 @@ def _is_sound(file: ListedFile) -> bool:
 class PulledModels:
     """The records of a store. Threads may share it.
 
-    Until :meth:`own`, each question finds what another process has written by then. A model whose record is
-    damaged stays one that was fetched, and is not for everyone.
+    Until :meth:`own`, each look finds the records that other processes have written by then. A model whose record is
+    damaged still counts as fetched, and as restricted.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -140,14 +140,14 @@ class PulledModels:
         """Of the folder, when the records were read, if a later change is another version."""
         self._files: dict[str, tuple[FileVersion | None, _Record]] = {}
         self._records: dict[Commit, Origin] = {}
-        """They are replaced, and never changed, so that no reader needs the lock."""
+        """The records. The mapping is replaced and never changed, so that readers need no lock."""
         self._public: dict[str, bool] = {}
         """Whether the upstream gives a repository to everyone. A peer does not know."""
         self._restricted: frozenset[str] = frozenset()
         self.incomplete: set[Commit] = set()
-        """Those whose records were damaged, which only a fetch writes again."""
+        """Commits whose records are damaged, which only a fetch writes again."""
         self._used: dict[Commit, float] = {}
-        """When models were last used by this process, and when that was noted."""
+        """When models were last used by this process; below, when that was noted."""
         self._noted: dict[Commit, float] = {}
         self._held: Counter[Commit] = Counter()
         self._look()
@@ -168,6 +168,7 @@ class PulledModels:
         with self._lock:
             if self._is_own:
                 return
+            # Before the folder is listed: a change in between makes another version.
             version = FileVersion.of(self._folder)
             if version is not None and version == self._version:
                 return
@@ -176,9 +177,10 @@ class PulledModels:
             damaged: set[str] = set()
             for name in list_names(self._folder):
                 path = self._folder / name
-                # A file with a dot is one of a process that writes it, or was killed while it did.
+                # A name that begins with a dot is that of a temporary file, or of a note.
                 if name.startswith("."):
                     continue
+                # Before the file is read, for the same reason.
                 found, known = FileVersion.of(path), self._files.get(name)
                 try:
                     if known is None or found is None or known[0] != found:
@@ -206,7 +208,7 @@ class PulledModels:
             self._version = version if is_settled else None
 
     def _lost(self, damaged: set[str]) -> Iterator[_Record]:
-        """Yield the records of the store's models whose files are damaged, with what their sources say."""
+        """Yield records in place of damaged ones, from the sources of the store's models."""
         for data in self._manifests():
             commit = None
             with contextlib.suppress(BlobstoreError):
@@ -224,16 +226,16 @@ class PulledModels:
 
     def _set(self, records: dict[Commit, Origin], public: dict[str, bool]) -> None:
         self._records, self._public = records, public
-        # Of a repository that no upstream was asked about, there is only what peers have given.
+        # A repository about which no upstream was asked has only commits from peers.
         self._restricted = frozenset(
             {one for one, is_public in public.items() if not is_public}
             | {one.repository for one in records.values() if not one.peer} - public.keys()
         )
 
     def keep(self, origin: Origin, *, is_public: bool | None) -> None:
-        """Note durably that a commit is being fetched, and whether everyone may read its repository.
+        """Record durably that a commit is being fetched, and whether everyone may read its repository.
 
-        ``is_public`` is None if a peer gives it, which does not know.
+        ``is_public`` is None if the commit comes from a peer, which does not know it.
 
         Raises:
             StoreError: the store cannot be written.
@@ -270,7 +272,7 @@ class PulledModels:
             self._held[commit] += 1
 
     def release(self, commit: Commit) -> None:
-        """Let the record of a commit be forgotten, if nobody else holds it."""
+        """Allow the record of a commit to be forgotten, unless there is another hold."""
         with self._lock:
             self._held -= Counter([commit])
 
@@ -284,7 +286,7 @@ class PulledModels:
             self.release(commit)
 
     def forget(self, origin: Origin) -> None:
-        """Remove the record of a commit that the store has no model of, unless somebody holds it. Raises OSError."""
+        """Remove the record of a commit without a model in the store, unless it is held. Raises OSError."""
         key = (origin.repository, origin.commit)
         with self._lock:
             if self._held[key]:  # a fetch gives a name to it
@@ -295,6 +297,7 @@ class PulledModels:
             if not any(
                 repository == origin.repository for repository, _ in (*records, *self._held)
             ):
+                # Last: commits without it count as restricted.
                 self._path(origin.repository).unlink(missing_ok=True)
                 public = {one: it for one, it in public.items() if one != origin.repository}
             self._set(records, public)
@@ -302,8 +305,8 @@ class PulledModels:
     def give(self, reference: Reference, manifest: Manifest) -> None:
         """Note that a fetch has given a name this manifest, if it still has it.
 
-        The note is a second link to the manifest's file: whatever becomes of its bytes, the name has this file
-        until somebody gives it another model. On file systems without hard links, what :meth:`giving` notes stays.
+        The note is a second link to the manifest's file: even if its bytes are damaged, the name has this file until it
+        is given another model. On file systems without hard links, the note of :meth:`giving` stays.
         """
         path, link = self._store.manifest_path(reference), self._link(reference)
         new = link.with_name(f"{link.name}.new")
@@ -313,6 +316,7 @@ class PulledModels:
             if read_regular(new, _MAX_RECORD) == manifest.to_bytes():
                 new.replace(link)
             new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
+            # Only after the link, so that at each moment one of both says whose the name is.
             self.not_given(reference)
 
     def giving(self, reference: Reference, commit: Commit) -> None:
@@ -320,12 +324,12 @@ class PulledModels:
         self._write(self._note(reference), strict_json.dumps([str(reference), *commit]).encode())
 
     def not_given(self, reference: Reference) -> None:
-        """Forget what :meth:`giving` noted."""
+        """Remove the note of :meth:`giving`."""
         with contextlib.suppress(OSError):
             self._note(reference).unlink(missing_ok=True)
 
     def _settle(self, note: Path) -> None:
-        """Do what a process was killed before: link the manifest of a name that has the commit it was to get."""
+        """Complete the work of a killed process: link the manifest if the name has got the commit of the note."""
         try:
             reference = Reference.parse(strict_json.loads(read_regular(note, _MAX_RECORD))[0])
             if self.has_given(reference):
@@ -357,7 +361,7 @@ class PulledModels:
         return self._folder / f".giving-{Digest.of(str(reference).encode()).hex}"
 
     def records(self) -> Mapping[Commit, Origin]:
-        """Return what was fetched, or is being fetched, as of now."""
+        """Return the records of commits that were fetched or are being fetched, as of now."""
         self._look()
         return self._records
 
@@ -399,7 +403,7 @@ class PulledModels:
         return None if commit is None else self.records().get(commit)
 
     def touch(self, origin: Origin) -> None:
-        """Note that a model is used. The note survives the process, to half a minute."""
+        """Note that a model is used. The note survives the process, with an error of half a minute."""
         key, now = (origin.repository, origin.commit), time.time()
         self._used[key] = now
         if now - self._noted.get(key, 0.0) >= _TOUCH_SECONDS:
@@ -408,7 +412,7 @@ class PulledModels:
                 os.utime(self._path(*key))
 
     def last_use(self, origin: Origin) -> float:
-        """Return when a model was last used, in seconds since the epoch; 0 if nobody knows."""
+        """Return when a model was last used, in seconds since the epoch; 0 if that is unknown."""
         key, noted = (origin.repository, origin.commit), 0.0
         with contextlib.suppress(OSError):
             noted = self._path(*key).stat().st_mtime

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import ROUTES, hub_response
-from blobstore.serve.hub_routes import READS
+from blobstore.serve.hub_calls import READS
 from blobstore.serve.messages import bytes_response, failure, without_body
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from blobstore.serve.access import Access, Client
-    from blobstore.serve.hub_routes import Call
+    from blobstore.serve.hub_calls import Call
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.pull_through import PullThrough

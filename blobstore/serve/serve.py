@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_TOKEN_FILE = 1 << 20
 _LOOK_SECONDS = 1.0
 FRESH_SECONDS = 300.0
-"""How long an answer of the upstream holds."""
+"""An answer of the upstream holds for this time, in seconds."""
 
 
 def serve(

@@ -1,7 +1,7 @@
 """The server: sockets, threads and time around :func:`~blobstore.serve.routes.answer`.
 
-This is the only module that imports aiohttp, whose low-level server parses requests and keeps connections. It
-finishes the responses that are being sent when it is asked to stop, as far as they are in time.
+This is the only module that imports aiohttp, whose low-level server parses requests and keeps connections. When
+it is asked to stop, it finishes the responses that are being sent, if they end in time.
 
 A request has two ends besides its own: aiohttp cancels its task when the client leaves, and so does a deadline
 that only bytes which are sent move. All that is done for a client is awaited in that task, so nothing here or
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = capacity.CONNECTIONS.most
 _OTHER_FILES = 64
-"""Files that are open in any case."""
+"""Files that are always open."""
 _FILES = 3
-"""Those of a connection: its socket, the blob that is sent, and what it waits with until the client takes more."""
+"""Files of a connection: its socket, the blob that is sent, and a descriptor to wait for the client with."""
 MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
@@ -57,24 +57,24 @@ MAX_BODY = 1 << 20
 MAX_FORMS = 32 << 20
 """Bytes of all forms that are read and answered at the same time."""
 IDLE_SECONDS = 75.0
-"""How long a connection may say nothing, before its first request too."""
+"""Seconds that a connection may be silent, also before its first request."""
 BODY_SECONDS = 30.0
 STALL_SECONDS = 120.0
-"""How long a request may take in which no byte is sent. A window of :mod:`blobstore.serve.body` is sent in one go."""
+"""Seconds that a request may take without a byte being sent. :mod:`blobstore.serve.body` sends a window at once."""
 DRAIN_SECONDS = 30.0
-"""How long a server that is asked to stop may take."""
+"""Seconds that a server that is asked to stop may take."""
 _CLEANUP_SECONDS = 2.0
-"""Of that, what remains when the responses have ended or are broken off."""
+"""The part of that which remains after the responses have ended or were aborted."""
 _BREAK_SECONDS = 0.2
 PREPARE_SECONDS = 50.0
-"""How long a client waits for what is not prepared; that of the Hub asks for no file again after status 503."""
+"""Seconds that a client waits for preparations. The Hub's client does not request a file again after status 503."""
 PATIENCE_SECONDS = 8.0
-"""How long a client waits for one answer of another server, of which nobody knows whether it comes."""
+"""Seconds that a client waits for an answer of another server, which may never come."""
 _RETRY_AFTER = "5"
 _PAUSE_SECONDS = 0.1
-"""Before a request needs the same once more: somebody else is not ready yet."""
+"""Seconds until a request asks for the same work again, because another thread has not finished it."""
 _CLIENT_LEFT = 499
-"""What nginx logs, too, if there was nobody to send a response to."""
+"""The status, as in nginx's log, of a response whose client has left."""
 _LOG_SECONDS = 0.25
 _TIDY_SECONDS = 30.0
 _HEADERS = (
@@ -82,12 +82,12 @@ _HEADERS = (
     *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer", PEER),
     "content-type",
 )
-"""The headers that anything here reads."""
+"""The headers that are used."""
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """A request, and what came of it so far."""
+    """A request, and its progress."""
 
     request: Request
     status: int = 0
@@ -116,9 +116,9 @@ class Server:
     ) -> None:
         """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
 
-        With ``in_threads``, requests are answered on threads, because that takes its time, as it does for all that
-        have a body. With ``heals``, one whose response is damaged is answered once more. When the server is asked
-        to stop, responses that take longer than ``drain`` seconds from then are broken off.
+        With ``in_threads``, requests are answered on threads, because answers are slow; those with a body always are.
+        With ``heals``, a request whose response is damaged is answered once more. When the server is asked to stop,
+        responses that take longer than ``drain`` seconds from then are aborted.
         """
         self._in_threads, self._heals, self._drain = in_threads, heals, drain
         self.metrics = Metrics()
@@ -141,7 +141,7 @@ class Server:
         on_ready: Callable[[], object],
         tidy: Callable[[], object],
     ) -> None:
-        """Serve until the process is asked to stop, and finish what was begun, as far as it is in time.
+        """Serve until the process is asked to stop, and then finish responses that end in time.
 
         ``tidy`` is called from time to time on a thread.
         """
@@ -187,9 +187,10 @@ class Server:
             await _until(interrupts.is_requested)
         finally:
             if request := interrupts.signal_name():
-                # Whatever blocks a thread: a disk, a log that nobody reads.
+                # Even if a thread is blocked, by a disk or by a log that is not read.
                 interrupts.exit_after(self._drain)
                 self._log.note(stopping=request, open_requests=self.metrics.open_requests)
+            # In this order: no new connections, no more waits, then the end of responses.
             listening.close()
             manager.pre_shutdown()  # closes what is idle, and the others after their response
             self._watches.close()
@@ -205,13 +206,13 @@ class Server:
             self._log.flush()
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until no request is answered any more, for so long at most."""
+        """Wait until no request is being answered, at most for this time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, 0)):
                 await _until(lambda: not self.metrics.open_requests)
 
     async def _handle(self, raw: web.BaseRequest, answer: Answer) -> web.StreamResponse:
-        """Answer a request, and note what came of it. Raises ConnectionError if the client has not got all of it."""
+        """Answer a request, and log the result. Raises ConnectionError if the client did not get the whole response."""
         exchange = _Exchange(Request(raw.method, raw.raw_path, _headers_of(raw)))
         transport = raw.transport
         self.metrics.open_requests += 1
@@ -338,7 +339,7 @@ class Server:
         return failure(message, 500)
 
     async def _awaited(self, request: Request, response: Response, answer: Answer) -> Response:
-        """Return another response as soon as there is one, or this one when the client has waited long enough."""
+        """Return another response as soon as there is one, or this one when the client's wait ends."""
         end = None
         while (wait := response.wait) is not None:
             end = end or time.monotonic() + wait.seconds
@@ -367,7 +368,7 @@ class Server:
         return _busy()
 
     async def _prepare(self, first: NotPrepared) -> object:
-        """Wait for the work that has to be done, which all requests share. Raises Busy, TimeoutError, or as that."""
+        """Wait for work that requests share. Raises Busy, TimeoutError, or the errors of the work."""
         is_fetch, is_list = isinstance(first, NotFetched), isinstance(first, List)
         work = self._fetches if is_fetch else self._lists if is_list else self._preparations
         self.metrics.prepared += first.is_counted and not work.has(first.key)
@@ -381,6 +382,7 @@ class Server:
                 while piece := await raw.content.readany():
                     if len(body) + len(piece) > MAX_BODY:
                         return False
+                    # Before it is kept, because the memory of all forms is limited.
                     self._forms.take(len(piece), "a form")
                     body += piece
                 return True
@@ -409,7 +411,7 @@ class Server:
         self._log.note(error=str(error), path=request.target.partition("?")[0])
 
     async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
-        """Call ``act`` again and again on a thread. A failure is noted, and does not end that."""
+        """Call ``act`` repeatedly on a thread. A failure is logged, and does not end the calls."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(seconds)
@@ -443,13 +445,13 @@ def max_connections(*, fetches: bool) -> int:
 
 
 async def _until(is_reached: Callable[[], bool]) -> None:
-    """Wait until a condition holds. What changes it, such as a signal's handler, must not touch the loop."""
+    """Wait until a condition holds. It is polled, because a signal's handler must not touch the loop."""
     while not is_reached():  # noqa: ASYNC110 - see above
         await asyncio.sleep(interrupts.POLL)
 
 
 class _Refusal(asyncio.Protocol):
-    """Ends a connection that is one too many."""
+    """Ends a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         stream = cast("asyncio.Transport", transport)
@@ -478,7 +480,7 @@ def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
 
 
 def _is_damage(error: BlobstoreError) -> bool:
-    """Return whether the store, and not what arrives, is damaged."""
+    """Return whether the store is damaged, and not an arriving file."""
     return isinstance(error, Damaged) and not isinstance(error, DamagedSource)
 
 
@@ -541,7 +543,7 @@ def run_server(
         on_ready: called with the address, once the port is open.
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
-        in_threads: call ``answer`` on threads, because it takes its time.
+        in_threads: call ``answer`` on threads, because it is slow.
         heals: answer a request once more if its response is damaged: with :attr:`Request.damaged`, ``answer``
             looks for another source.
         drain: seconds that responses may take after that.

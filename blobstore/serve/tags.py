@@ -1,9 +1,9 @@
-"""The names in a store, and what each tag has, as a server asks for them again and again: all is kept, and is small.
+"""The names in a store and the digests of each tag, which a server needs repeatedly: all are kept, and are small.
 
-A folder is listed again when its version has changed, on a thread; a look at it costs one status. What a question
-about a repository needs of each of its tags is kept by the digest of the manifest: the beginnings of the digests of
-all that a registry has of it. :meth:`Tags.having` alone reads them, and finds tags that are worth a look. What blobs
-had to be read for is noted in the store, so that it is there after a restart.
+A folder is listed again when its version has changed, on a thread; a look at it costs one status. By the digest of
+each manifest, the starts of the digests of all its manifests and blobs in a registry are kept. Only
+:meth:`Tags.having` reads them, to find the tags that are worth a look. Digests that are computed from the content of
+blobs are noted in the store, so that they are known after a restart.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _SETTLED_NS: Final = 2 * 10**9
 """Clocks of file systems are coarse: after a change so lately, the next one may get the same time."""
 _UNSETTLED_SECONDS: Final = 1.0
-"""How long a list holds that may lack such a change."""
+"""Seconds that a list is valid which may lack such a change."""
 _MAX_FOLDERS: Final = 200_000
 _MAX_SEARCHES: Final = 10_000
 MANY_TAGS: Final = 32
-"""So many manifests take a client's time to describe."""
+"""Describing so many manifests takes too long for a client to wait."""
 _REPOSITORY: Final = 3
 """Folders between the root of all manifests and a repository: host, namespace, model."""
 
@@ -52,7 +52,7 @@ _REPOSITORY: Final = 3
 class _Folder(NamedTuple):
     version: FileVersion | None = None
     until: float = 0.0
-    """When it has to be listed again even if the version is the same."""
+    """The time from which it is listed again even if the version is the same."""
     folders: Sequence[str] = ()
     folded: Mapping[str, Sequence[str]] = {}
     """The folders by their names without case."""
@@ -79,29 +79,29 @@ class _Found(NamedTuple):
 
 
 class Tags:
-    """The names in a store. Threads may share it. All questions but :meth:`all` raise NotListed."""
+    """The names in a store. Threads may share it. All methods that return names but :meth:`all` raise NotListed."""
 
     def __init__(
         self, store: LocalStore, describe: Callable[[Reference], Iterable[Digest]]
     ) -> None:
         """List nothing yet.
 
-        ``describe`` returns the digests of all that a registry has of a tag, which takes its time.
+        ``describe`` returns the digests of all manifests and blobs of a tag, and is slow.
         """
         self._store, self._describe = store, describe
         self._root = str(store.manifest_path(Reference.parse("model")).parents[3])
         self._folders: dict[str, _Folder] = {}
         self._manifests: dict[Reference, _Manifests] = {}
         self._blobs: dict[Digest, array[int]] = {}
-        """What the manifests with these digests name."""
+        """The starts of the digests that manifests name, by the digests of the manifests."""
         self._made: dict[tuple[str, Digest], MadeDigests] = {}
-        """What a registry has of them besides, in a repository: some of it has the name."""
+        """The further digests that a registry has, by repository too, because some contents have its name."""
         self._derived: dict[tuple[str, Digest], tuple[str, array[int]]] = {}
-        """What it has under another tag, which ends with this."""
+        """The digests under a derived tag, with the end of that tag."""
         self._describing = threading.Lock()
         """Held for one manifest, so that none is described twice."""
         self._complete: dict[Reference, _Manifests] = {}
-        """The repositories of all of whose manifests that is known."""
+        """The repositories whose manifests are all described."""
         self._found: dict[tuple[Reference, Digest], _Found] = {}
 
     # Names
@@ -145,7 +145,7 @@ class Tags:
         return self._known(path) or self._list(path)
 
     def _known(self, path: str) -> _Folder | None:
-        """Return what is in a folder, nothing if it is absent; None if it has to be listed."""
+        """Return the content of a folder, empty if it is absent; None if it has to be listed."""
         version = FileVersion.of(Path(path))
         if version is None:
             return _Folder()
@@ -155,6 +155,7 @@ class Tags:
         return known
 
     def _list(self, path: str) -> _Folder:
+        # Before the folder is listed: a change in between makes another version.
         version, now = FileVersion.of(Path(path)), time.time_ns()
         is_settled = version is not None and version.changed < now - _SETTLED_NS
         until = float("inf") if is_settled else time.monotonic() + _UNSETTLED_SECONDS
@@ -194,6 +195,7 @@ class Tags:
         folder, former = self._now(self._path(repository)), self._manifests.get(repository)
         keys, versions = {}, {}
         for tag in folder.tags:
+            # Before the manifest is read: a change in between makes another version.
             version = versions[tag] = self._store.manifest_version(tag)
             if former is not None and version is not None and former.versions.get(tag) == version:
                 key = former.keys.get(tag)
@@ -222,7 +224,7 @@ class Tags:
     def note(
         self, repository: Reference, key: Digest, digests: Iterable[Digest], ending: str = ""
     ) -> None:
-        """Remember the digests of all that a registry has of a manifest, under its tag or one with another ending."""
+        """Remember all digests that a registry has for a manifest, under its tag or one with another ending."""
         place = self._path(repository), key
         if ending:
             self._derived[place] = ending, numbers_of(digests)
@@ -249,6 +251,7 @@ class Tags:
 
     def _search(self, repository: Reference, digest: Digest) -> None:
         manifests = self._manifests[repository]
+        # Before the search, which may miss manifests that are described in between.
         is_complete = self._complete.get(repository) is manifests
         path, number, nothing = self._path(repository), number_of(digest), array("Q")
         found = []

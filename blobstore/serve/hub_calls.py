@@ -1,8 +1,8 @@
-"""The addresses that clients of the Hub ask at, and what is asked there.
+"""Requests of the Hub's clients as calls: the route of each, and its checked fields.
 
-The route is found first, from the address alone. An address that has none is missing itself, whatever models there
-are. The method and the fields of the query are checked next: what a route does not understand is refused, because it
-would be answered as another question. Only then a name is looked up.
+The route is found first, from the address alone. An address without a route is missing itself, whichever models there
+are. The method and the fields of the query are checked next: fields that a route does not know are refused, because
+the answer would be that to another request. Only then is a name looked up.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _FALSE: Final = ("false", "0")
 
 
 class Route(NamedTuple):
-    """What is asked at an address."""
+    """The answer to requests at an address."""
 
     answer: Callable[[Call, Visible], Response]
     reads: Sequence[str] = ()
     """The fields of the query that the answer depends on."""
     ignores: Sequence[str] = ()
-    """Those that it need not depend on: they ask for fields of the answer, which has all that there are."""
+    """Fields that it may ignore: they ask for fields of the answer, which always has all of them."""
     methods: Sequence[str] = READS
 
 
@@ -80,8 +80,8 @@ class Call(NamedTuple):
 class Routes:
     """A table of routes.
 
-    An address is ``api/models``, or has a ``REPOSITORY`` of one to three parts, then a word, and then what the word is
-    about: a ``REVISION``, which is one segment, and a ``PATH`` of any length.
+    An address is ``api/models``, or has a ``REPOSITORY`` of one to three parts, then a word, and then its
+    arguments: a ``REVISION``, which is one segment, and a ``PATH`` of any length.
     """
 
     def __init__(self, table: Mapping[str, Route]) -> None:
@@ -116,7 +116,7 @@ class Routes:
         return (self._whole[*_API, _REPOSITORY], names, MAIN, "") if _is_name(names) else None
 
     def call(self, request: Request, target: Target) -> Call:
-        """Return what a request asks for. Raises Refused if that is not understood, or BodyNeeded."""
+        """Return the call of a request. Raises Refused if it is not understood, or BodyNeeded."""
         found = self.find(target.segments)
         if found is None:
             status = 404 if request.method in READS else 405
@@ -159,10 +159,10 @@ def _refused(status: int, message: str, methods: Sequence[str] = ()) -> Refused:
 
 def _is_name(parts: Sequence[str]) -> bool:
     """Return whether there can be a repository with this name: three parts begin with a host."""
-    return len(parts) < 3 or (len(parts) == 3 and _HOST.fullmatch(parts[0]) is not None)  # noqa: PLR2004
+    return len(parts) < 3 or (len(parts) == 3 and _HOST.fullmatch(parts[0]) is not None)  # noqa: PLR2004 - with a host
 
 
 def tag_of(revision: str) -> str:
-    """Return the tag that a branch or a tag of the Hub is in a store."""
+    """Return the tag in a store of a branch or tag of the Hub."""
     name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
     return DEFAULT_TAG if name in (MAIN, "HEAD") else name
