@@ -150,7 +150,7 @@ def _as_text(collected: Collected, *, dry_run: bool) -> Iterator[str]:
 
 
 def _reason(blobs: Sequence[KeptBlob]) -> str:
-    """Return why blobs were kept that have the same reason."""
+    """Return the reason that these blobs were kept for, which all of them have."""
     reason, processes = blobs[0].reason, blobs[0].processes
     if reason == "young":
         wait = max(blob.removable for blob in blobs) - time.time()

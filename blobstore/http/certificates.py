@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 VARIABLES: Final = ("CURL_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables that name a file of certificates; the first that is set counts."""
 _TLS_ANSWERS: Final = (b"\x16\x03", b"\x15\x03")
-"""How records of a handshake and of an alert begin."""
+"""The first bytes of the records of a handshake and of an alert."""
 _SYSTEM_FOLDERS: Final = (Path("/etc/containers/certs.d"), Path("/etc/docker/certs.d"))
 
 
 def tls_context(host: str) -> ssl.SSLContext:
     """Return the TLS context for a registry, ``host[:port]``, with the certificates to trust and to present.
 
-    It is the same object for all who ask, until one of the files is replaced: each takes a MiB of memory, which
-    only the collector of circles frees, and 50 ms to make.
+    All callers get the same object, until one of the files is replaced: a new one takes 50 ms, and a MiB of memory
+    that only the cyclic garbage collector frees.
 
     Raises:
         RemoteError: a file of certificates cannot be used.

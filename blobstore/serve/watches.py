@@ -1,4 +1,4 @@
-"""Clients that wait for a change: one look at what they wait for serves all of them, on a thread."""
+"""Clients that wait for a change: a thread looks for it once, for all that wait for the same one."""
 
 from __future__ import annotations
 

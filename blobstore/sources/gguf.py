@@ -80,7 +80,7 @@ class GgufShard(FileShard):
 
 
 def check_no_piece(path: PurePath | str) -> None:
-    """Check that a file is none of those that were cut off at any byte, as ``split`` does.
+    """Check that a file is no piece of a GGUF file that was cut at any byte, as ``split`` cuts.
 
     Raises:
         UnsupportedSource: its name says that it is one.

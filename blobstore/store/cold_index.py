@@ -51,7 +51,7 @@ class ColdIndex:
         self._listed: dict[str, str] = {}
         """The hex digests of bases, by the keys of cold files."""
         self._opened: dict[str, str] = {}
-        """The same for cold files without an entry, which were opened."""
+        """The same for cold files without an entry in the index: these were opened."""
 
     def of(self, digest: Digest, status: os.stat_result) -> Digest | None:
         """Return the base of a cold blob whose file has that status; None if it has no base.
