@@ -17,12 +17,12 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, RemoteError
 from blobstore.operations.create.add_file import add_file
 from blobstore.serve.arriving_file import ArrivingFile
+from blobstore.serve.expiring import Expiring
 from blobstore.serve.fetch import Fetch
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.names import any_tag
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal, as_refusal
-from blobstore.serve.rights import bounded
 from blobstore.serve.unprepared import NotFetched, wait_for
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class OtherFiles:
         self._fetched = 0
         self._lock = threading.Lock()
         self._running: dict[_Key, OtherFile] = {}
-        self._failures: dict[_Key, tuple[Refusal, float]] = {}
+        self._failures = Expiring[_Key, Refusal](_MAX_FAILURES)
 
     def running(self) -> list[OtherFile]:
         """Return the fetches that have not ended."""
@@ -176,8 +176,7 @@ class OtherFiles:
         key = asked.repository, model.commit, listed.name
         fetch = self._running.get(key)
         if fetch is None:
-            failure, until = self._failures.get(key, (None, 0.0))
-            if failure is not None and time.monotonic() < until:
+            if (failure := self._failures.get(key)) is not None:
                 raise failure.again()
             raise NotFetched(self._begin, asked, token, listed)
         content = fetch.content()
@@ -232,5 +231,4 @@ class OtherFiles:
         )
 
     def _fail(self, key: _Key, refusal: Refusal) -> None:
-        until = time.monotonic() + _REFUSED_SECONDS
-        bounded(self._failures, _MAX_FAILURES)[key] = refusal.again(), until
+        self._failures.set(key, refusal.again(), _REFUSED_SECONDS)

@@ -6,14 +6,14 @@ both, any token is accepted, because none is needed.
 
 from __future__ import annotations
 
-import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.errors import RemoteError
-from blobstore.serve.messages import json_response
+from blobstore.serve.expiring import Expiring
+from blobstore.serve.messages import failure, json_response
 from blobstore.serve.refusal import Refusal, unauthorized
-from blobstore.serve.rights import bounded, client_of
+from blobstore.serve.rights import client_of
 from blobstore.serve.unprepared import NotFetched
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def owner_response(token: str, owners: TokenOwners | None, *, has_token: bool) -
     try:
         name = owners.name(token) if owners else ""
     except Refusal as refusal:
-        return json_response({"error": refusal.message}, refusal.status)
+        return failure(refusal.message, refusal.status)
     value: dict[str, Any] = {
         "type": "user",
         "id": "blobstore",
@@ -60,12 +60,12 @@ class TokenOwners:
     def __init__(self, upstreams: Upstreams, note: Callable[..., object]) -> None:
         """Ask nothing yet."""
         self._upstreams, self._note = upstreams, note
-        self._known: dict[str, tuple[str | Refusal, float]] = {}
+        self._known = Expiring[str, str | Refusal](_MAX_KNOWN)
 
     def name(self, token: str) -> str:
         """Return the name of the client with a token. Raises Refusal or NotPrepared."""
-        found, until = self._known.get(client_of(token), ("", 0.0))
-        if time.monotonic() >= until:
+        found = self._known.get(client_of(token))
+        if found is None:
             raise NotFetched(self._ask, token)
         if isinstance(found, Refusal):
             raise found.again()
@@ -80,4 +80,4 @@ class TokenOwners:
         except RemoteError as error:
             self._note(error=str(error))
             found = Refusal(HTTPStatus.BAD_GATEWAY, message="the upstream cannot be reached")
-        bounded(self._known, _MAX_KNOWN)[client_of(token)] = found, time.monotonic() + _SECONDS
+        self._known.set(client_of(token), found, _SECONDS)
