@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import capacity
@@ -35,7 +36,8 @@ from blobstore.serve.fetch import Fetch, lacks_files
 from blobstore.serve.import_memory import ImportMemory
 from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
-from blobstore.serve.peers import read_content
+from blobstore.serve.model_files import model_files
+from blobstore.serve.peers import PeerFiles, read_content
 from blobstore.serve.pulled import Origin
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
@@ -48,16 +50,16 @@ from blobstore.store.notes import NoteKind, read_own, write_own
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
     from blobstore.serve.arriving_file import Claim
     from blobstore.serve.find_upstream import FoundAt
-    from blobstore.serve.peers import PeerFiles, Peers
-    from blobstore.serve.pulled import Commit
+    from blobstore.serve.peers import Peers
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
@@ -93,8 +95,8 @@ class ArrivalHost(Protocol):
         """Serve the files of ``arrival.model``."""
         ...
 
-    def update_of(self, reference: Reference, commit: Commit) -> NameUpdate:
-        """Return the update of a name that is free, or that a fetch has given. Raises NameTaken, or StoreError.
+    def update_of(self, arrival: Arrival) -> NameUpdate:
+        """Return the update of its name, which is free, or which a fetch has given. Raises NameTaken, or StoreError.
 
         It is recorded that a fetch is giving the name this commit.
         """
@@ -116,6 +118,7 @@ class Arrival(Fetch):
         found: FoundAt,
         claim: Claim,
         host: ArrivalHost,
+        stored: Sequence[Manifest] = (),
     ) -> None:
         """Fetch nothing yet.
 
@@ -126,15 +129,19 @@ class Arrival(Fetch):
             found: the version, and the server that has it.
             claim: the folder of its files, and the space for them. It is released in the end.
             host: gets reports of the steps.
+            stored: models of the store that seem to have its files.
         """
         super().__init__(store, repository, found, claim)
-        self.reference = reference
+        self.reference, self.found, self.stored = reference, found, stored
+        self.names = {reference}
+        """All that the model will have."""
+        self.dropped: Collection[Digest] = ()
+        """Blobs of what a peer has given, and the upstream has now named."""
+        self.begun = time.monotonic()
         self.model: ServedModel | None = None
         """The files, once they are listed."""
         self.created: Created | None = None
         self._host = host
-        self._peer, self._description = found.peer, found.description
-        self._giver = found.peer.name if found.peer and found.is_peer else ""
         self._listing: Listing = {}
         self._waiting: dict[str, ArrivingFile] = {}
         """Files that are not being fetched yet."""
@@ -164,7 +171,7 @@ class Arrival(Fetch):
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
         others = _others(self._listing, names)
-        origin = Origin(self.repository, self.commit, plain, self._giver, others)
+        origin = Origin(self.repository, self.commit, plain, self.found.giver, others)
         # Before anything is served or named: the record hides a restricted model.
         self._host.files_selected(self, origin)
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
@@ -174,14 +181,15 @@ class Arrival(Fetch):
             dict(sorted(contents.items())),
             {name: Digest(digest) for name, digest in large.items()},
             origin,
-            self._description,
+            self.found.description,
         )
         # Before the event: clients that wait for it look for the model at once.
         self._host.files_listed(self)
         self.listed.set()
         size = sum(file.size for file in files)
+        self._take(self._stored_files())
         # The blobs of peers stay only within the block, so the import is in it.
-        with self._host.peers.files(self, size, first=self._peer) as answers:
+        with self._host.peers.files(self, size, first=self.found.peer) as answers:
             self._take(answers)
             self._fetch_all()
             with tree.memory:
@@ -207,7 +215,7 @@ class Arrival(Fetch):
         return names
 
     def _import(self, tree: _Tree, names: Sequence[str], large: Mapping[str, str]) -> None:
-        update = self._host.update_of(self.reference, (self.repository, self.commit))
+        update = self._host.update_of(self)
         try:
             self._import_from(tree, update, large)
         except (SourceError, DamagedSource) as error:
@@ -232,8 +240,13 @@ class Arrival(Fetch):
         finally:
             source.close()
 
+    def _stored_files(self) -> Iterator[PeerFiles]:
+        for manifest in self.stored:
+            with contextlib.suppress(Damaged):
+                yield PeerFiles(model_files(self._store, manifest), ())
+
     def _take(self, answers: Iterable[PeerFiles]) -> None:
-        """Assemble files from blobs of peers. Those with another digest are fetched from the upstream."""
+        """Assemble files from blobs of peers, or of the store. Those with another digest are fetched from the upstream."""
         for answer in answers if self._waiting else ():
             for name, file in list(self._waiting.items()):
                 content = answer.files.get(name)
@@ -278,6 +291,8 @@ class Arrival(Fetch):
     def _get(self, name: str) -> None:
         """Fetch a file now, because it decides which others are fetched, or because the import reads it."""
         (file,) = self._claimed([name])
+        if not file.is_complete:
+            self._take(self._stored_files())
         if not file.is_complete:
             del self._waiting[name]
             self.fetch(file)

@@ -69,29 +69,22 @@ class Asked(NamedTuple):
         return visible.model(self.reference)
 
 
-def names_of(library: Library, asked: Asked, commit: str) -> Iterator[tuple[Reference, Manifest]]:
-    """Yield the names that fetches have given a commit, and their manifest."""
-    for reference in library.listed_tags(any_tag(asked.reference)):
+def names_of(
+    library: Library, repository: Reference, commit: str
+) -> Iterator[tuple[Reference, Manifest]]:
+    """Yield the names of a repository that fetches have given a commit, and their manifest. Call it on a thread."""
+    for reference in library.listed_tags(repository):
         with contextlib.suppress(BlobstoreError):
             manifest = library.store.resolve(reference)
             origin = library.pulled.origin(manifest)
             is_it = origin is not None and origin.commit == commit
-            if is_it and not is_own(library, reference):
+            if is_it and not library.is_own(reference):
                 yield reference, manifest
-
-
-def is_own(library: Library, reference: Reference) -> bool:
-    """Return whether a name is the operator's: it has a model, perhaps a damaged one, that no fetch has given it.
-
-    The source of the model does not count: the operator may have imported what clients make the server fetch.
-    """
-    is_there = library.store.manifest_version(reference) is not None
-    return is_there and not library.pulled.has_given(reference)
 
 
 def check_given(library: Library, reference: Reference) -> None:
     """Check that a fetch may give a name. Raises NameTaken if it is the operator's."""
-    if is_own(library, reference):
+    if library.is_own(reference):
         raise NameTaken(f"{reference} is a model of the store's own by now")
 
 

@@ -17,7 +17,7 @@ from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
 from blobstore.serve.refusal import Refusal
-from blobstore.serve.rights import EVERYONE, client_of
+from blobstore.serve.rights import EVERYONE, UPSTREAM, client_of
 from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class FoundAt(NamedTuple):
     description: Description = NOTHING
     is_whole: bool = True
     """Whether the upstream has shown that the client may read all of the repository."""
+
+    @property
+    def giver(self) -> str:
+        """Who has said this: the upstream, or the URL of a peer."""
+        return self.peer.name if self.is_peer and self.peer else UPSTREAM
 
     def client(self, patience: Patience | None = None) -> UpstreamClient:
         """Return a client of the server. It is connected to nothing yet."""

@@ -174,11 +174,21 @@ class Library:
             raise NotPrepared(self._describe, tuple(changed))
         return found
 
+    def is_own(self, reference: Reference) -> bool:
+        """Return whether a name is the operator's: it has a model, perhaps a damaged one, that no fetch has given it.
+
+        The source of the model does not count: the operator may have imported what clients make the server fetch.
+        """
+        is_there = self.store.manifest_version(reference) is not None
+        return is_there and not self.pulled.has_given(reference)
+
     def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
-        """Return the models of a repository that are being fetched."""
+        """Return the models of a repository that are being fetched, by names that are not the operator's by now."""
         # A copy, because other threads add and remove models.
-        several = list(self.arriving.items())
-        return {one: model for one, model in several if one.parts[:3] == repository.parts[:3]}
+        several = [
+            one for one in list(self.arriving.items()) if any_tag(one[0]) == any_tag(repository)
+        ]
+        return {one: model for one, model in several if not self.is_own(one)}
 
     def at_commit(self, repository: Reference, commit: str) -> Sequence[Version]:
         """Return the versions of a repository that are served as a commit, also those that had their name before.
@@ -187,7 +197,7 @@ class Library:
         """
         found, until = self._commits.get((repository, commit), ([], 0.0))
         if time.monotonic() >= until:
-            raise NotPrepared(self._find_commit, repository, commit)
+            raise UnknownSource(self._find_commit, repository, commit)
         return found
 
     def forget_commit(self, repository: Reference, commit: str) -> None:
@@ -348,25 +358,25 @@ class Library:
         self._models.forget(key)
         self._commits.clear()
 
+    def forget_all(self, *keys: Digest) -> None:
+        """Forget models by the digests of their manifests, and their artifacts: they are gone, or not in use."""
+        for key in keys:
+            self.forget(key)
+        for artifact in self._artifacts.values():
+            if artifact.model in keys:
+                self._artifacts.forget(artifact.key)
+
     def is_idle(self, key: Digest, seconds: float) -> bool:
         """Forget a model, and return True, unless it is being sent, or was asked for that lately."""
         if not self._protection.is_idle(key, seconds):
             return False
-        self._end_idle(seconds, [key])
-        self._commits.clear()
+        self._protection.end_idle(seconds, [key])
+        self.forget_all(key)
         return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that were not asked for lately, so that gc may remove their blobs."""
-        self._end_idle(seconds)
-
-    def _end_idle(self, seconds: float, keys: Sequence[Digest] | None = None) -> None:
-        ended = {*self._protection.end_idle(seconds, keys), *(keys or ())}
-        for key in ended:
-            self._models.forget(key)
-        for artifact in self._artifacts.values():
-            if artifact.model in ended:
-                self._artifacts.forget(artifact.key)
+        self.forget_all(*self._protection.end_idle(seconds))
 
     # Work on threads
 
@@ -391,10 +401,12 @@ class Library:
                 Manifest.from_bytes(data) if data is not None else self.store.resolve(reference),
             ), math.inf
         except BlobstoreError:
-            # It is damaged, or cannot be read now. If it may have been fetched, only clients that may
-            # read the repository get it.
-            found = next(iter(self.pulled.of_repository(name_of(reference))), None)
-            commit = (found.repository, found.commit) if found else None
+            # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
+            # model, only clients that may read the repository get it.
+            several = [*self.pulled.of_repository(name_of(reference))] or [
+                one for one in self.pulled.all() if not self.pulled.is_public(one.repository)
+            ]
+            commit = (several[0].repository, several[0].commit) if several else None
             return commit, time.monotonic() + _DAMAGED_SECONDS
 
     def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:

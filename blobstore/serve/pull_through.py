@@ -24,23 +24,24 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core import capacity
-from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, NameTaken, RemoteError
+from blobstore.errors import BlobstoreError, InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
-from blobstore.serve.arrivals import Arrival, lock_arrivals
-from blobstore.serve.asked import Asked, check_given, hidden_copy, is_own, names_of
+from blobstore.serve.arrivals import lock_arrivals
+from blobstore.serve.asked import Asked, hidden_copy
 from blobstore.serve.cache_limit import CacheLimit
+from blobstore.serve.expiring import Expiring
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
 from blobstore.serve.log import write_line
 from blobstore.serve.messages import PEER
+from blobstore.serve.model_fetches import ModelFetches
 from blobstore.serve.names import MAIN, any_tag, name_of
 from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.peers import Peers
-from blobstore.serve.refusal import Refusal, as_refusal, no_model
+from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
-from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
+from blobstore.serve.rights import EVERYONE, MAX_KNOWN, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
 from blobstore.serve.unprepared import NotFetched, OnlyHere, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
@@ -49,7 +50,6 @@ from blobstore.serve.visible import Visible
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from blobstore.manifests.model import Manifest
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
-    from blobstore.store.names import NameUpdate
 
 _RETRY_SECONDS: Final = 15.0
 """Seconds until an upstream that is gone is asked again; until then, the store answers."""
@@ -69,10 +68,11 @@ _MAX_PATIENT: Final = capacity.PATIENT.most
 
 
 class _Known(NamedTuple):
-    """The commit of a tag at the upstream."""
+    """The commit of a revision."""
 
     commit: str
-    until: float
+    giver: str
+    """Who said so: the upstream, or a peer; see :class:`Right`."""
 
 
 class PullThrough:
@@ -107,56 +107,40 @@ class PullThrough:
         self._library, self._store = library, library.store
         self._fresh, self._note = fresh, partial(write_line, log)
         self.peers = Peers(self._store, peers, self._note)
-        """See :class:`ArrivalHost`."""
         self._rights = Rights(library.pulled, has_token=bool(token))
         self._upstreams = Upstreams(upstream, token, self.peers, self._rights)
         self.owners = TokenOwners(self._upstreams, self._note)
-        self._lock = threading.Lock()
-        self._tags: dict[Reference, _Known] = {}
-        self._renamed: dict[Reference, tuple[Reference, float]] = {}
-        """The upstream's names of repositories that were asked for by other names, with the end of validity."""
-        self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
-        self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
-        """Failures of arrivals."""
-        self._arrivals: dict[tuple[str, str], Arrival] = {}
-        """By repository and commit."""
-        self._names: dict[tuple[str, str], set[Reference]] = {}
-        """All names that an arriving model will have."""
-        self._fetched_at: dict[tuple[str, str], float] = {}
-        """When commits were last fetched by this process."""
-        self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
-        """When an arrival has begun, and the server that it comes from."""
-        self._fetched_bytes, self._fetched_models, self._is_closed = 0, 0, False
+        self._tags = Expiring[Reference, _Known](MAX_KNOWN)
+        self._renamed = Expiring[Reference, Reference](MAX_KNOWN)
+        """The upstream's names of repositories that were asked for by other names."""
+        self._refusals = Expiring[tuple[Reference, str], Refusal](_MAX_REFUSALS)
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._note)
-        self._others = OtherFiles(library, self._limit, self._arrivals, self._ask, self._note)
+        self._fetches = ModelFetches(library, self.peers, self._limit, self._record, self._note)
+        running = self._fetches.running
+        self._others = OtherFiles(library, self._limit, running, self._ask, self._note)
+        self._fetches.is_full = self._others.is_full
         self._folder = lock_arrivals(self._store)
         library.pulled.own()
         self._limit.forget_removed()
 
     def close(self) -> None:
         """End all arrivals. Fetched files stay for the next server."""
-        with self._lock:
-            self._is_closed = True
-            # Under the lock of `_begin`, which starts no arrival after this.
-            arrivals = [*self._arrivals.values(), *self._others.running()]
+        fetches = [*self._fetches.close(), *self._others.running()]
         self._upstreams.close()
         self.peers.close()
-        for arrival in arrivals:
-            arrival.stop()
+        for fetch in fetches:
+            fetch.stop()
         os.close(self._folder)
 
     def metrics(self) -> str:
         """Return the numbers in Prometheus' text format."""
-        with self._lock:
-            arriving = sum(arrival.fetched for arrival in self._arrivals.values())
-            arriving += self._others.fetched
-            values = {
-                ("upstream_bytes_total", "counter"): self._fetched_bytes + arriving,
-                ("upstream_models_total", "counter"): self._fetched_models,
-                ("peer_bytes_total", "counter"): self.peers.fetched,
-                ("arriving_models", "gauge"): len(self._arrivals),
-            }
+        values = {
+            ("upstream_bytes_total", "counter"): self._fetches.fetched + self._others.fetched,
+            ("upstream_models_total", "counter"): self._fetches.models,
+            ("peer_bytes_total", "counter"): self.peers.fetched,
+            ("arriving_models", "gauge"): len(self._fetches.running),
+        }
         return "".join(
             f"# TYPE blobstore_{name} {kind}\nblobstore_{name} {value}\n"
             for (name, kind), value in values.items()
@@ -178,49 +162,59 @@ class PullThrough:
             NotPrepared: the upstream has to be asked first, or the model has to arrive.
             BlobstoreError: the model in the store is damaged.
         """
-        everyone = Visible.of(self._library)
         if PEER in request.headers:
-            return everyone
+            return Visible.of(self._library)
         found = asked_of_registry(target) if target.is_of_registry else asked_for(target.segments)
         if found is None or found[0].host != DEFAULT_HOST:
-            return everyone
+            return Visible.of(self._library)
         requested, revision = found
-        is_registry = target.is_of_registry
-        is_choice = is_registry and target.segments[-2] != "tags" and wants_gguf(request)
-        if is_choice:
-            revision = MAIN
+        is_tag = target.is_of_registry
+        if is_tag and target.segments[-2] != "tags" and wants_gguf(request):
+            revision, is_tag = MAIN, False
         repository = self._library.spelled(requested)
-        visible = None if request.damaged else self._settled(repository, revision, everyone, token)
+        asked = self._asked(repository, revision, is_tag=is_tag)
+        visible = self._settled(request, repository, asked, token)
         if visible is None:
             spelled, repository = repository, self._called(repository, is_whole=revision is None)
-            if repository != spelled and not request.damaged:
-                visible = self._settled(repository, revision, everyone, token)
+            if repository != spelled:
+                asked = self._asked(repository, revision, is_tag=is_tag)
+                visible = self._settled(request, repository, asked, token)
+        if visible is None and request.damaged:
+            asked = self._fetched(repository, asked, target.segments[-1])
         if visible is None:
-            asked = self._asked(repository, revision)
-            if request.damaged:
-                asked = self._fetched(repository, asked, target.segments[-1])
-            if asked is None:
-                visible = self._repository(repository, token, everyone)
-            else:
-                named, needs_all = asked.revision, is_registry and not is_choice
-                if not asked.has_name:  # the store is asked only for the commit
-                    asked = asked.at(self._judged(asked, token, self._ask)[0])
-                visible = self._version(asked, token, request.damaged, needs_all=needs_all)
-                visible = replace(visible, _revision=(named, asked.revision))
+            visible = (
+                self._repository(repository, token)
+                if asked is None
+                else self._revision(asked, token, request.damaged, needs_all=is_tag)
+            )
         return visible.named(requested, repository)
 
-    def _asked(self, repository: Reference, revision: str | None) -> Asked | None:
-        """Return the requested version; None if there is none, or no served model can have it."""
+    def _asked(
+        self, repository: Reference, revision: str | None, *, is_tag: bool = False
+    ) -> Asked | None:
+        """Return what is asked for; None if that is not a version, or one that no served model can have.
+
+        If it ``is_tag`` of a registry, it names a model of the store's own as it is, and others as at the upstream.
+        """
+        named = None
+        if is_tag and revision is not None:
+            try:
+                named = self._library.named_by(Reference(*repository.parts[:3], revision))
+            except InvalidReference:
+                return None
+            revision = named.tag
         asked = None if revision is None else Asked.of(repository, revision)
+        if asked is not None and named is not None and self._library.is_own(named):
+            asked = asked._replace(reference=named)
         return asked if asked is not None and self._library.is_allowed(asked.reference) else None
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
         """Return the recent upstream name of a repository, of which no version is requested if ``is_whole``."""
-        name, until = self._renamed.get(any_tag(repository), (repository, 0.0))
-        if name == repository or time.monotonic() >= until:
+        name = self._renamed.get(any_tag(repository))
+        if name is None:
             return repository
         tags = self._library.stored_tags(repository) if is_whole else []
-        return repository if any(is_own(self._library, tag) for tag in tags) else name
+        return repository if any(map(self._library.is_own, tags)) else name
 
     def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
         """Return the fetched version that is damaged: the requested one, or the recent one with this blob.
@@ -237,32 +231,43 @@ class PullThrough:
             if (
                 asked.revision in commits
                 if asked.is_commit
-                else not is_own(self._library, asked.reference)
+                else not self._library.is_own(asked.reference)
             ):
                 return asked
         raise OnlyHere("it is a model of the store's own")
+
+    def _revision(self, asked: Asked, token: str, damaged: float, *, needs_all: bool) -> Visible:
+        """Return the same as :meth:`_version`, also of a revision that can be no name here: of that, its commit is asked."""
+        named = asked.revision
+        if not asked.has_name:
+            asked = asked.at(self._judged(asked, token, self._ask)[0].commit)
+        visible = self._version(asked, token, damaged, needs_all=needs_all)
+        return replace(visible, _revision=(named, asked.revision))
 
     def _version(
         self, asked: Asked, token: str, damaged: float = 0.0, *, needs_all: bool
     ) -> Visible:
         """Return the models that a client may read at a version, which is there. Raises as :meth:`visible`.
 
-        The version that the store has does not count if it was found ``damaged`` since it was last fetched.
+        The version that the store has does not count if it was found ``damaged`` since it was last fetched, nor if
+        only a peer has given it, and the upstream has named this commit since.
         """
-        commit, right = self._judged(asked, token, self._look_up)
+        (commit, giver), right = self._judged(asked, token, self._look_up)
         visible = Visible.of(self._library, right.opens)
         if right.giver == UPSTREAM and not needs_all:
             visible = replace(
                 visible, _fetch=partial(self._others.content, asked.at(commit), token)
             )
         key = (asked.repository, commit)
-        failure, until = self._failures.get(key, (None, 0.0))
-        has_failed = failure is not None and time.monotonic() < until
-        is_damaged = damaged > self._fetched_at.get(key, 0.0) or (
-            key in self._library.pulled.incomplete and not has_failed
+        failure = self._fetches.failures.get(key)
+        is_damaged = damaged > self._fetches.ended_at.get(key, 0.0) or (
+            key in self._library.pulled.incomplete and failure is None
         )
-        arrival = self._arrivals.get(key)
-        held = None if is_damaged else asked.held(visible)
+        arrival = self._fetches.running.get(key)
+        if arrival is not None and arrival.found.giver != giver == UPSTREAM:
+            raise NotFetched(wait_for, arrival.ended)
+        is_replaced = giver == UPSTREAM and self._library.pulled.is_of_peer(key)
+        held = None if is_damaged or is_replaced else asked.held(visible)
         if is_damaged and arrival is not None:
             is_named = asked.is_commit or asked.reference in self._library.arriving
             held = arrival.model if is_named else None
@@ -272,57 +277,65 @@ class PullThrough:
             if not arrival.listed.is_set():
                 raise NotFetched(wait_for, arrival.listed)
             if held is None or held.commit != commit:  # it lacks this name, or has just ended
-                raise NotFetched(self._begin, asked, commit)
+                raise NotFetched(self._fetches.begin, asked, commit)
         elif held is not None and held.origin and held.origin.commit == commit:
             self._library.pulled.touch(held.origin)
         else:
-            if failure is not None and has_failed:
+            if failure is not None:
                 raise failure.again()
             raise NotFetched(self._look_up, asked, token, is_damaged)
         return visible
 
     def _judged(
         self, asked: Asked, token: str, ask: Callable[[Asked, str], object]
-    ) -> tuple[str, Right]:
+    ) -> tuple[_Known, Right]:
         """Return the commit of a revision, and the right to read it. Raises NotFetched if unknown, and Refusal."""
         client = client_of(token)
         self._check_refusal(asked.reference, client)
-        commit, right = self._known(asked), self._right(asked, client)
-        if commit is None or right is None:
+        known, right = self._known(asked), self._right(asked, client)
+        if known is None or right is None:
             raise NotFetched(ask, asked, token)
-        return commit, right
+        return known, right
 
-    def _known(self, asked: Asked) -> str | None:
-        """Return the commit that a revision is; None if the upstream has to be asked."""
-        if asked.is_commit:
-            return asked.revision
+    def _known(self, asked: Asked) -> _Known | None:
+        """Return the commit that a revision is; None if the upstream has to be asked.
+
+        A commit is itself, unless only a peer has given what the store has of it: the upstream may have another one.
+        """
         known = self._tags.get(asked.reference)
-        return known.commit if known is not None and time.monotonic() < known.until else None
+        if not asked.is_commit:
+            return known
+        if known is None and self._library.pulled.is_of_peer((asked.repository, asked.revision)):
+            return None
+        return _Known(asked.revision, known.giver if known else UPSTREAM)
 
     def _right(self, asked: Asked, client: str) -> Right | None:
         """Return the right by which a client may read a revision now."""
-        return self._rights.of(client, asked.repository, self._known(asked) or "")
+        known = self._known(asked)
+        return self._rights.of(client, asked.repository, known.commit if known else "")
 
     def _check_refusal(self, reference: Reference, client: str) -> None:
         """Repeat a recent refusal to a client. Raises Refusal."""
-        refusal, until = self._refusals.get((reference, client), (None, 0.0))
-        if refusal is not None and time.monotonic() < until:
+        if (refusal := self._refusals.get((reference, client))) is not None:
             raise refusal.again()
 
     def _settled(
-        self, repository: Reference, revision: str | None, everyone: Visible, token: str
+        self, request: Request, repository: Reference, asked: Asked | None, token: str
     ) -> Visible | None:
         """Return the models that a client may read if the store alone decides about a repository or version.
 
-        Raises as :meth:`visible`.
+        It does not if what it has was found damaged. Raises as :meth:`visible`.
         """
+        if request.damaged:
+            return None
+        everyone = Visible.of(self._library)
         if not self._library.may_have(repository):
             raise no_model()
-        asked, has_upstream = self._asked(repository, revision), self._upstreams.has_upstream
+        has_upstream = self._upstreams.has_upstream
         if has_upstream and (asked is None or not asked.is_commit):
             # They are not read here: an error about a damaged one would reveal it.
             names = [asked.reference] if asked else self._library.stored_tags(repository)
-            if not names or not all(is_own(self._library, one) for one in names):
+            if not names or not all(map(self._library.is_own, names)):
                 return None
             copied = hidden_copy(self._library, names, everyone)
             right = self._judged(copied, token, self._ask)[1] if copied else None
@@ -337,7 +350,7 @@ class PullThrough:
             )
         return everyone if is_settled else None
 
-    def _repository(self, repository: Reference, token: str, everyone: Visible) -> Visible:
+    def _repository(self, repository: Reference, token: str) -> Visible:
         """Return the models that a client may read in a repository without a version. Raises as :meth:`visible`.
 
         The upstream is asked about absent repositories, too, so that the answers do not differ.
@@ -351,6 +364,7 @@ class PullThrough:
         try:
             self._check_refusal(asked.reference, client)
         except Refusal:
+            everyone = Visible.of(self._library)
             if everyone.tags(repository):  # others than those that were fetched
                 return everyone
             raise
@@ -366,12 +380,12 @@ class PullThrough:
         found = self._ask(asked, token)
         if found is not None:
             asked = asked.called(found.repository)
-            if asked.is_commit or not is_own(self._library, asked.reference):
-                self._begin(asked, found.commit, found, is_damaged=is_damaged)
-        elif is_damaged and (commit := self._known(asked)) is not None:
+            if asked.is_commit or not self._library.is_own(asked.reference):
+                self._fetches.begin(asked, found.commit, found, is_damaged=is_damaged)
+        elif is_damaged and (known := self._known(asked)) is not None:
             message = "the model is damaged here, and the upstream cannot be reached"
             refusal = Refusal(HTTPStatus.BAD_GATEWAY, message=message)
-            self._fail((asked.repository, commit), refusal)
+            self._fetches.fail((asked.repository, known.commit), refusal)
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
@@ -400,11 +414,11 @@ class PullThrough:
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
-                until = now + max(min(self._fresh, _RETRY_SECONDS), 1)
-                bounded(self._tags)[asked.reference] = _Known(origin.commit, until)
+                holds = max(min(self._fresh, _RETRY_SECONDS), 1)
+                self._tags.set(asked.reference, _Known(origin.commit, origin.peer), holds)
                 if is_public:
                     only = origin.commit if origin.peer else ""
-                    right = Right(origin.peer, EVERYONE, asked.repository, only, now, until)
+                    right = Right(origin.peer, EVERYONE, asked.repository, only, now, now + holds)
                     self._rights.give(right)
             else:
                 message = "the upstream cannot be reached, or does not answer as a Hub"
@@ -420,23 +434,23 @@ class PullThrough:
     def _found(self, asked: Asked, found: FoundAt, client: str, now: float) -> None:
         """Remember the commit of a revision, and the right to it: of this client, or of everyone."""
         # Long enough for the next request to use the answer.
-        until = time.monotonic() + max(self._fresh, 1)
+        holds = max(self._fresh, 1)
         if found.repository != asked.repository:
             requested, asked = any_tag(asked.reference), asked.called(found.repository)
-            bounded(self._renamed)[requested] = any_tag(asked.reference), until
-        giver = found.peer.name if found.is_peer and found.peer else UPSTREAM
+            self._renamed.set(requested, any_tag(asked.reference), holds)
         client = EVERYONE if found.is_peer else client
-        only = "" if giver == UPSTREAM and found.is_whole else found.commit
-        self._rights.give(Right(giver, client, asked.repository, only, now, until))
-        bounded(self._tags)[asked.reference] = _Known(found.commit, until)
-        is_judged = giver == UPSTREAM and found.is_whole
+        only = "" if found.giver == UPSTREAM and found.is_whole else found.commit
+        until = time.monotonic() + holds
+        self._rights.give(Right(found.giver, client, asked.repository, only, now, until))
+        self._tags.set(asked.reference, _Known(found.commit, found.giver), holds)
+        is_judged = found.giver == UPSTREAM and found.is_whole
         if is_judged and self._library.pulled.of_repository(asked.repository):
             self._judge(found)
             self._rights.note_public(asked.repository)
 
     def _refused(self, asked: Asked, client: str, named: str) -> None:
         """Take back rights to a repository that the upstream refuses, also under its present and former names."""
-        name, _ = self._renamed.pop(any_tag(asked.reference), (asked.reference, 0.0))
+        name = self._renamed.pop(any_tag(asked.reference)) or asked.reference
         for repository in {asked.repository, name_of(name), named or asked.repository}:
             self._rights.take_back(repository, client)
             if client == EVERYONE:
@@ -459,8 +473,7 @@ class PullThrough:
                 self._rights.give(right)
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
-        until = time.monotonic() + _REFUSED_SECONDS
-        bounded(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
+        self._refusals.set((asked.reference, client), refusal.again(), _REFUSED_SECONDS)
 
     def _stored(self, asked: Asked) -> Origin | None:
         """Return the origin of the store's model of a revision, if it was fetched."""
@@ -471,130 +484,9 @@ class PullThrough:
             return self._library.pulled.origin(self._store.resolve(asked.reference))
         return None
 
-    def _begin(
-        self,
-        asked: Asked,
-        commit: str,
-        found: FoundAt | None = None,
-        *,
-        is_damaged: bool = False,
-    ) -> None:
-        """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
-
-        Without ``found``, it is not fetched. If it ``is_damaged``, it is fetched although the store has it.
-        """
-        key = (asked.repository, commit)
-        with self._lock:
-            if self._is_closed or not self._library.is_allowed(asked.reference):
-                return
-            arrival = self._arrivals.get(key)
-            if arrival is not None:
-                self._names[key].add(asked.reference)
-                if arrival.model is not None:
-                    self._library.arriving[asked.reference] = arrival.model
-                return
-            if (not is_damaged and self._has_named(asked, commit)) or found is None:
-                return
-            if self._others.is_full():
-                message = "the server fetches many other models; ask again later"
-                self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
-                return
-            claim = self._limit.claim("@".join(key))
-            name = asked.reference
-            if is_damaged and asked.is_commit:  # it needs no other name
-                name = next((one for one, _ in names_of(self._library, asked, commit)), name)
-            arrival = Arrival(self._store, name, asked.repository, found, claim, self)
-            # Before it starts, because its record must stay until a name has the commit.
-            self._library.pulled.hold(key)
-            self._arrivals[key], self._names[key] = arrival, {name}
-            self._begun[key] = time.monotonic(), found
-            arrival.start()
-
-    def _has_named(self, asked: Asked, commit: str) -> bool:
-        """Return whether the store has a commit, and give it the name that is asked for."""
-        for reference, manifest in names_of(self._library, asked, commit):
-            with contextlib.suppress(BlobstoreError):
-                if reference != asked.reference and not asked.is_commit:
-                    self._name(asked.reference, manifest, (asked.repository, commit))
-                return True
-        return False
-
-    # Called by arrivals
-
-    def starting(self, arrival: Arrival) -> None:
-        """See :class:`ArrivalHost`."""
-        check_given(self._library, arrival.reference)
-        self._store.names.check_name(arrival.reference)
-
-    def files_selected(self, arrival: Arrival, origin: Origin) -> None:
-        """See :class:`ArrivalHost`."""
-        found = self._begun[arrival.repository, arrival.commit][1]
+    def _record(self, found: FoundAt, origin: Origin) -> None:
+        """Note durably what is being fetched, and whether everyone may read its repository. Raises BlobstoreError."""
         is_judged = not origin.peer and found.is_whole
         if is_judged:
             self._judge(found)
-        self._rights.note_public(arrival.repository, origin, is_judged=is_judged)
-
-    def files_listed(self, arrival: Arrival) -> None:
-        """See :class:`ArrivalHost`."""
-        with self._lock:
-            if arrival.model is not None:
-                for reference in self._names[arrival.repository, arrival.commit]:
-                    self._library.arriving[reference] = arrival.model
-
-    def update_of(self, reference: Reference, commit: tuple[str, str]) -> NameUpdate:
-        """See :class:`ArrivalHost`."""
-        seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
-        check_given(self._library, reference)
-        self._library.pulled.giving(reference, commit)
-        return seen
-
-    def _name(self, reference: Reference, manifest: Manifest, commit: tuple[str, str]) -> None:
-        """Give a model that was fetched one more name, unless that is the store's own."""
-        try:
-            with self._library.pulled.held(commit) as is_recorded:
-                if is_recorded:  # without a record, it would be for everyone
-                    self._store.names.publish(self.update_of(reference, commit), manifest)
-                    self._library.pulled.give(reference, manifest)
-        except BlobstoreError as error:
-            self._library.pulled.not_given(reference)
-            self._note(model=str(reference), error=str(error))
-
-    def ended(self, arrival: Arrival) -> None:
-        """See :class:`ArrivalHost`."""
-        key = (arrival.repository, arrival.commit)
-        self._library.distrust(arrival.wrong_etags)
-        if arrival.created is not None:
-            self._library.forget(arrival.created.digest)
-            self._library.forget_commit(any_tag(arrival.reference), arrival.commit)
-            with contextlib.suppress(BlobstoreError):
-                data, manifest = self._store.parse(arrival.reference)
-                if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
-                    self._library.pulled.give(arrival.reference, manifest)
-                    for reference in self._names[key] - {arrival.reference}:
-                        self._name(reference, manifest, key)
-            bounded(self._fetched_at)[key] = time.monotonic()
-        elif isinstance(arrival.error, NameTaken):
-            self._library.pulled.not_given(arrival.reference)
-        with self._lock:
-            # After the names: a client in between must find the model in one of both.
-            for reference in self._names.pop(key):
-                self._library.arriving.pop(reference, None)
-            begun, _ = self._begun.pop(key)
-            del self._arrivals[key]
-            self._library.pulled.release(key)
-            self._fetched_bytes += arrival.fetched
-            self._fetched_models += arrival.created is not None
-            if arrival.error is not None:
-                self._fail(key, as_refusal(arrival.error))
-        self._note(
-            model=str(arrival.reference),
-            commit=arrival.commit,
-            fetched=arrival.fetched,
-            written=arrival.created.bytes_written if arrival.created else 0,
-            seconds=round(time.monotonic() - begun, 3),
-            error=str(arrival.error or ""),
-        )
-
-    def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
-        until = time.monotonic() + _REFUSED_SECONDS
-        bounded(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
+        self._rights.note_public(origin.repository, origin, is_judged=is_judged)

@@ -402,6 +402,11 @@ class PulledModels:
         """Return the record of a commit; None if it was not fetched."""
         return None if commit is None else self.records().get(commit)
 
+    def is_of_peer(self, commit: Commit) -> bool:
+        """Return whether only a peer has given what the store has of a commit, which the upstream may have otherwise."""
+        origin = self.get(commit)
+        return origin is not None and origin.peer != ""
+
     def touch(self, origin: Origin) -> None:
         """Note that a model is used. The note survives the process, with an error of half a minute."""
         key, now = (origin.repository, origin.commit), time.time()

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
 from blobstore.serve.gguf_choice import gguf_choice, wants_gguf
@@ -27,7 +27,7 @@ from blobstore.serve.messages import (
     has_tag,
     json_response,
 )
-from blobstore.serve.names import IMAGE, MAIN, repository_of
+from blobstore.serve.names import repository_of
 from blobstore.serve.refusal import API_VERSION, Refusal, error_response, no_model
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def _part(
 
 
 def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
-    """Return the repository and the revision that a target is about; None for targets of another kind.
+    """Return the repository and the tag that a target is about; None for targets of another kind.
 
-    The revision is None if the target is about all tags, or about a manifest or a blob by its digest.
+    The tag is None if the target is about all tags, or about a manifest or a blob by its digest.
     """
     if not _has_route(target.segments):
         return None
@@ -112,8 +112,7 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
         return None
     if action != "manifests" or ":" in what or what.startswith("sha256-"):
         return repository, None
-    tag = what.removesuffix(IMAGE)
-    return repository, MAIN if tag == DEFAULT_TAG else tag
+    return repository, what
 
 
 def _repository(name: Sequence[str], host: str) -> Reference | None:

@@ -48,6 +48,8 @@ class NotListed(NotPrepared):
 class NotFetched(NotPrepared):
     """The work waits for another server, which may take its time."""
 
+    is_counted = False
+
 
 class List(NotPrepared):
     """The answer is a list, which takes its time to make. What ``prepare`` returns is the answer itself."""

@@ -125,7 +125,7 @@ class Visible:
         Raises:
             NotPrepared: it was not asked for since it changed.
         """
-        arriving = self._only(self._library.arriving.get(reference))
+        arriving = self._only(self._library.arriving_in(reference).get(reference))
         if arriving is not None or not self._seen([reference]):
             return self._complete(arriving)
         # Its origin may not have been readable when its name was looked at.

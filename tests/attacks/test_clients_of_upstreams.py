@@ -15,6 +15,7 @@ import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
+from blobstore.store.names import ABSENT
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.raw_server import RawServer, Received, reply
@@ -296,6 +297,65 @@ def test_a_peer_replaces_nothing_that_the_upstream_has_named(
         # Each answer holds for a second.
         until(lambda: server.request(FILE)[2] != weights(folder) or is_asked(hub, asked + 2))
         assert server.request(FILE)[2] == weights(folder)
+
+
+@pytest.mark.parametrize("asks_by", ["main", "commit", "manifests"])
+def test_what_a_peer_has_given_of_a_commit_goes_once_the_upstream_names_it(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path, asks_by: str
+) -> None:
+    commit = hub.repos[NAME].commit
+    by_commit = FILE.replace("main", commit)
+    hub.repos[NAME].branches["v1"] = Repo(folder, commit)  # another name of the commit
+    for one in (hub.repos[NAME], hub.repos[NAME].branches["v1"]):
+        one.status = 502  # away
+    with HubServer() as liar:
+        false = liar.add(NAME, made(tmp_path / "false", 2)).folder
+        liar.repos[NAME].branches["v1"] = Repo(false, commit)
+        assert liar.repos[NAME].commit == commit
+        options = ("--upstream", hub.url, "--fresh=0", "--peers", liar.url)
+        with serving(store, tmp_path, *options, limits=IMPATIENT) as server:
+            until(lambda: server.request(FILE)[2] == weights(false))
+            server.wait_for_log("written")
+            until(lambda: server.request(FILE.replace("main", "v1"))[2] == weights(false))
+            until(lambda: store.names.version(f"{NAME}:v1") == store.names.version(NAME))
+            until(lambda: server.request(by_commit)[2] == weights(false))
+            hub.repos[NAME].branches.clear()
+            hub.repos[NAME].status = 0
+            if asks_by == "manifests":
+                before = store.names.version(NAME)
+                asked = f"/v2/{NAME}/manifests/latest"
+                until(lambda: digest_of(server, asked) not in {None, str(before)})
+            else:
+                target = FILE if asks_by == "main" else by_commit
+                until(lambda: server.request(target)[2] == weights(folder))
+            for target in (FILE, by_commit):
+                until(lambda target=target: server.request(target)[0] == 200)  # type: ignore[misc]
+                assert server.request(target)[2] == weights(folder)
+            until(lambda: server.metric("arriving_models") == 0)
+        assert store.names.version(f"{NAME}:v1") is ABSENT
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for target in (FILE, by_commit):
+            assert server.request(target)[2] == weights(folder)
+
+
+def test_an_honest_peers_model_is_not_fetched_again_for_the_upstreams_word(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.repos[NAME].status = 502  # away
+    with HubServer() as peer:
+        peer.add(NAME, folder)
+        options = ("--upstream", hub.url, "--fresh=0", "--peers", peer.url)
+        with serving(store, tmp_path, *options, limits=IMPATIENT) as server:
+            until(lambda: server.request(FILE)[0] == 200)
+            server.wait_for_log("written")
+            hub.repos[NAME].status = 0
+            until(lambda: server.metric("upstream_models_total") == 2 or not server.request(FILE))
+            assert server.request(FILE)[2] == weights(folder)
+    assert hub.sent == 0
+
+
+def digest_of(server: Serving, target: str) -> str | None:
+    return server.request(target)[1].get("docker-content-digest")
 
 
 def is_asked(hub: HubServer, count: int) -> bool:

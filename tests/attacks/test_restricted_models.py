@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from blobstore.errors import BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
@@ -247,7 +246,8 @@ def test_no_metric_says_that_a_restricted_model_is_there(
     changes = []
     for name in (ABSENT, GATED, PRIVATE):
         with serving(store, tmp_path, *upstream) as server:
-            for route in (FILE, "/v2/{}/blobs/DIGEST", "/v2/{}/tags/list"):
+            by_commit = FILE.replace("main", "COMMIT")
+            for route in (FILE, by_commit, by_commit, "/v2/{}/blobs/DIGEST", "/v2/{}/tags/list"):
                 response(server, route, "GET", {}, name, known[GATED])
             changes.append(counters(server))
     assert changes[1:] == changes[:1] * 2
@@ -317,14 +317,28 @@ def test_a_copy_stays_hidden_after_its_source_could_not_be_read(
     hidden, library = source.with_suffix(".away"), Library(store)
     source.rename(hidden)
     for target in (FILE.format("own/copy"), "/v2/own/copy/manifests/latest"):
-        with pytest.raises(BlobMissing):
-            ask(library, target)
+        assert ask(library, target).status == 404
     hidden.rename(source)
     for target in (FILE.format("own/copy"), "/v2/own/copy/manifests/latest"):
         assert ask(library, target).status == 404
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
     monkeypatch.setattr("blobstore.serve.library.time", later)
     assert json_of(ask(library, "/v2/_catalog")) == {"repositories": [UNPUBLISHED]}
+
+
+def test_a_copy_whose_source_is_damaged_is_answered_as_an_absent_model(
+    upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
+) -> None:
+    copy_model(GATED, "own/copy1", store=store)
+    (layer,) = store.resolve(GATED).layers_of(media_types.SOURCE)
+    damaged = Path(store.blob_path(layer.digest))
+    damaged.chmod(0o600)
+    damaged.write_bytes(b"damaged")
+    with serving(store, tmp_path, *upstream) as server:
+        for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+            expected = response(server, route, "GET", {}, "own/never", known[GATED])
+            assert response(server, route, "GET", {}, "own/copy1", known[GATED]) == expected, route
+        assert b"copy" not in server.request("/api/models")[2] + server.request("/v2/_catalog")[2]
 
 
 def test_a_model_of_the_stores_own_has_none_of_the_restricted_versions_of_its_repository(

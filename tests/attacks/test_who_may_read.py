@@ -44,6 +44,7 @@ WAYS = {
     "v1": ALL,
     "former": ("commit", "digest"),
     "theirs": ALL,  # of a peer
+    "gone": ("digest", "referrers"),  # of a peer, and named by the upstream since
     # Of the store's own. The lists of tags are for those who may read the main version.
     "mine": ("name", "manifest", "digest", "referrers"),
     "copy": LISTS,  # of ``main`` or ``theirs``, by a user of the store
@@ -214,6 +215,18 @@ def asked_later(world: World) -> None:
     world.fetch("v1", "v1", "reader")
 
 
+def named_later(world: World) -> None:
+    """The upstream was away first, and a peer was asked; then it names the peer's commit, with other files."""
+    never_asked(world)
+    gone = world.versions["gone"] = world.versions.pop("theirs")
+    world.hub.repos[NAME].status, world.hub.repos[NAME].commit = 0, gone.commit
+    main = f"/{NAME}/resolve/main/model.safetensors"
+    data = (world.hub.repos[NAME].folder / "model.safetensors").read_bytes()
+    until(lambda: world.ask("nobody", main)[2] == data)
+    until(lambda: world.server.metric("arriving_models") == 0)
+    world.fetch("main", "main", "nobody")
+
+
 NOBODY: set[str] = set()
 READER = {"reader"}
 EVERYONE = set(CLIENTS)
@@ -227,6 +240,7 @@ STATES: dict[Callable[[World], None], dict[str, set[str]]] = {
     restricted_and_away: dict.fromkeys(FETCHED, NOBODY),
     never_asked: {"theirs": EVERYONE},
     asked_later: {"theirs": READER, "v1": READER},
+    named_later: {"gone": NOBODY, "main": EVERYONE},
 }
 
 
@@ -272,4 +286,6 @@ def test_a_client_sees_what_the_table_says(
             if (client, name, way) == ("plain", "former", "digest"):
                 continue  # only a server that has sent a version before knows its digests
             is_seen = ("nobody" if way in LISTS else client) in may_read
+            if (name, way, "v1" in readers) == ("theirs", "commit", True):
+                is_seen = False  # the upstream is there again, and has no such commit
             assert world.sees(client, name, way) is is_seen, (name, way)

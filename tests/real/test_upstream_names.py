@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -176,3 +178,90 @@ def test_a_model_of_the_stores_own_stays_what_its_name_is(
             assert server.request(f"/v2/org/old/blobs/{blob.digest}")[0] == 200
         assert server.metric("upstream_models_total") == 0
     assert store.read_manifest(NAME) == before
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_repository_whose_name_changes_its_case_stays_one(
+    hub: HubServer, store: LocalStore, tmp_path: Path, *, is_same: bool
+) -> None:
+    hub.branch(NAME, "v1", made(tmp_path / "v1", 2))
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server, NAME)
+        assert server.request(f"/{NAME}/resolve/v1/model.safetensors")[0] == 200
+        until(lambda: names(store) == [f"{NAME}:latest", f"{NAME}:v1"])
+        hub.repos[OTHER] = hub.repos.pop(NAME)
+        if not is_same:
+            hub.add(OTHER, made(tmp_path / "new", 3))
+        hub.renamed = {NAME: OTHER}
+        sent = hub.sent
+        for name in (OTHER, NAME):
+            until(lambda name=name: server.request(FILE.format(name))[2] == weights(hub, OTHER))  # type: ignore[misc]
+        # Both tags go with the name that the upstream has no more; one was asked for since.
+        until(
+            lambda: (
+                server.request(FILE.format(NAME))[0] == 200 and names(store) == [f"{OTHER}:latest"]
+            )
+        )
+        assert (hub.sent == sent) == is_same
+
+
+def test_the_upstreams_spelling_replaces_that_of_a_peer(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(made(tmp_path / "theirs", 2), OTHER, store=other)
+    hub.repos[NAME].status = 502  # away
+    (tmp_path / "log").mkdir()
+    with serving(other, tmp_path / "log") as peer:
+        options = ("--upstream", hub.url, "--peers", peer.url, "--fresh=0")
+        limits = {"pull_through._MAX_PATIENT": 0, "pull_through._REFUSED_SECONDS": 0.1}
+        with serving(store, tmp_path, *options, limits=limits) as server:
+            until(lambda: server.request(FILE.format(NAME))[0] == 200)
+            until(lambda: names(store) == [f"{OTHER}:latest"])
+            hub.repos[NAME].status = 0
+            until(lambda: server.request(FILE.format(NAME))[2] == weights(hub))
+            until(lambda: names(store) == [f"{NAME}:latest"])
+
+
+def test_a_renamed_repository_costs_no_bytes_again(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server, NAME)
+        hub.repos["Org/New"] = hub.repos.pop(NAME)
+        hub.renamed = {NAME: "Org/New"}
+        sent = hub.sent
+        for name in ("Org/New", NAME):
+            assert server.request(FILE.format(name))[2] == weights(hub, "Org/New")
+        server.wait_for_log("model", "Org/New")
+        assert hub.sent == sent
+
+
+def test_a_tag_of_the_stores_own_is_never_asked_for(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    for tag in ("main", "v1.image"):
+        create(made(tmp_path / tag, 3), f"own/model:{tag}", store=store)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for tag in ("main", "v1.image", "main.image"):
+            assert server.request(f"/v2/own/model/manifests/{tag}")[0] == 200, tag
+    assert not hub.requests
+
+
+def test_a_model_of_the_stores_own_is_served_while_its_name_arrives(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    gate = hub.repos[NAME].gates["model.safetensors"] = (100, Event())
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        try:
+            assert server.request(f"/{NAME}/resolve/main/config.json")[0] == 200
+            mine = create(made(tmp_path / "mine", 3), NAME, store=store)
+            data = (tmp_path / "mine" / "model.safetensors").read_bytes()
+            until(lambda: server.request(FILE.format(NAME))[2] == data)
+            refs = json.loads(server.request(f"/api/models/{NAME}/refs")[2])
+            assert refs["branches"][0]["targetCommit"] != hub.repos[NAME].commit
+            assert server.metric("arriving_models") == 1
+        finally:
+            gate[1].set()
+        until(lambda: server.metric("arriving_models") == 0)
+        assert store.names.version(NAME) == mine.digest

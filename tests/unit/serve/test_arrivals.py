@@ -65,10 +65,10 @@ def arrive(through: PullThrough) -> Arrival:
     """Fetch the model, and return how that has ended."""
     found = through._upstreams.find(NAME, "main", "", PATIENT)
     key = NAME, found.commit
+    fetches = through._fetches
     claim = through._limit.claim("@".join(key))
-    arrival = Arrival(through._store, Reference.parse(NAME), NAME, found, claim, through)
-    through._arrivals[key], through._names[key] = arrival, {arrival.reference}
-    through._begun[key] = 0.0, found
+    arrival = Arrival(through._store, Reference.parse(NAME), NAME, found, claim, fetches)
+    fetches.running[key] = arrival
     arrival.start()
     arrival.ended.wait()
     return arrival
@@ -90,10 +90,10 @@ def test_files_of_a_lost_upstream_stay_and_are_not_fetched_again(
     assert found[WEIGHTS] >= 100_000
     assert not through._limit._claims
     assert sum(item.size for item in through._limit._broken_off()) == sum(found.values())
-    before = through._fetched_bytes
+    before = through._fetches.fetched
     assert arrive(through).error is None
     size = sum(path.stat().st_size for path in repo.folder.iterdir())
-    assert through._fetched_bytes - before == size - sum(found.values())
+    assert through._fetches.fetched - before == size - sum(found.values())
     assert left(through) == {}
 
 
@@ -171,10 +171,10 @@ def test_a_process_without_open_files_does_not_take_the_model_for_a_damaged_one(
         error = arrive(through).error
     assert isinstance(error, limits.Crowded)
     assert left(through)
-    before = through._fetched_bytes
+    before = through._fetches.fetched
     assert arrive(through).error is None
     if name == WEIGHTS:
-        assert through._fetched_bytes == before, "all files were there"
+        assert through._fetches.fetched == before, "all files were there"
     manifest = through._store.resolve(NAME)
     assert not {INDEX, WEIGHTS} & {layer.name for layer in manifest.layers}
 

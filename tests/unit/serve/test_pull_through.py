@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core import capacity
-from blobstore.serve import other_files, pull_through
+from blobstore.serve import other_files
 from blobstore.serve.access import Access
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
@@ -58,17 +58,10 @@ def contexts() -> int:
     return sum(issubclass(type(one), ssl.SSLContext) for one in gc.get_objects())
 
 
-def test_only_some_refusals_are_kept(through: PullThrough, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull_through, "_MAX_REFUSALS", 5)
-    for number in range(12):
-        assert ask(through, f"/org/m{number}/resolve/main/f") == 401
-        assert len(through._refusals) <= 5
-
-
 @pytest.mark.parametrize("what", ["blobs", "manifests", "referrers"])
 def test_a_question_about_no_version_fetches_none(through: PullThrough, what: str) -> None:
     assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") == 401
-    assert not through._arrivals
+    assert not through._fetches.running
     assert not list(through._store.references())
 
 
@@ -80,7 +73,7 @@ def test_models_beyond_those_that_arrive_are_refused(
     monkeypatch.setattr(other_files, "_MOST", 0)
     for _ in range(more):
         assert ask(through, "/org/model/resolve/main/config.json") == 503
-    assert not through._arrivals
+    assert not through._fetches.running
 
 
 @pytest.mark.parametrize("more", [1, 40])

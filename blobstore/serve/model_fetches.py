@@ -1,0 +1,267 @@
+"""The models that are being fetched: each once for all clients, and under all names that they ask for.
+
+Files that the store has of the commit, under any name, are not fetched if they have the digests that the upstream
+lists. So what only a peer has given of a commit, or the upstream by another name, is compared and costs no bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, NameTaken
+from blobstore.manifests.model import Manifest
+from blobstore.operations.maintenance.gc import remove_blobs
+from blobstore.serve.arrivals import Arrival
+from blobstore.serve.asked import check_given, names_of
+from blobstore.serve.expiring import Expiring
+from blobstore.serve.names import any_tag, repository_of
+from blobstore.serve.pulled import source_of
+from blobstore.serve.refusal import Refusal, as_refusal
+from blobstore.serve.rights import UPSTREAM, bounded
+from blobstore.serve.unprepared import prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.serve.asked import Asked
+    from blobstore.serve.cache_limit import CacheLimit
+    from blobstore.serve.find_upstream import FoundAt
+    from blobstore.serve.library import Library
+    from blobstore.serve.peers import Peers
+    from blobstore.serve.pulled import Commit, Origin
+    from blobstore.store.names import NameUpdate
+
+_REFUSED_SECONDS: Final = 5.0
+"""How long a failure is repeated to others who ask for the same."""
+_MAX_FAILURES: Final = 4096
+_FULL: Final = "the server fetches many other models; ask again later"
+
+
+class ModelFetches:
+    """The arrivals of a server, and what comes of them. Threads may share it."""
+
+    def __init__(
+        self,
+        library: Library,
+        peers: Peers,
+        limit: CacheLimit,
+        record: Callable[[FoundAt, Origin], object],
+        note: Callable[..., object],
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            library: gets the models.
+            peers: see :class:`ArrivalHost`.
+            limit: gives space for the files.
+            record: notes durably what is being fetched. Raises BlobstoreError.
+            note: called with the fields of a line for the log.
+        """
+        self._library, self._store, self.peers = library, library.store, peers
+        self._limit, self._record, self._note = limit, record, note
+        self._lock = threading.Lock()
+        self.running: dict[Commit, Arrival] = {}
+        self.failures: Expiring[Commit, Refusal] = Expiring(_MAX_FAILURES)
+        self.ended_at: dict[Commit, float] = {}
+        """When this process has last fetched a commit."""
+        self.models = 0
+        """Those that have arrived."""
+        self.is_full: Callable[[], bool] = lambda: False
+        """Returns whether no more may arrive."""
+        self._fetched, self._is_closed = 0, False
+
+    def close(self) -> list[Arrival]:
+        """Begin no more. Return those that have to be stopped."""
+        with self._lock:
+            self._is_closed = True  # under the lock of `begin`, which starts no arrival after this
+            return list(self.running.values())
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that the upstream has sent."""
+        with self._lock:
+            return self._fetched + sum(arrival.fetched for arrival in self.running.values())
+
+    def begin(
+        self,
+        asked: Asked,
+        commit: str,
+        found: FoundAt | None = None,
+        *,
+        is_damaged: bool = False,
+    ) -> None:
+        """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
+
+        Without ``found``, it is not fetched. What the store has does not count if it ``is_damaged``, or if only a
+        peer has given it and ``found`` is the upstream's.
+        """
+        key = (asked.repository, commit)
+        with self._lock:
+            if self._is_closed or not self._library.is_allowed(asked.reference):
+                return
+            arrival = self.running.get(key)
+            if arrival is not None:
+                arrival.names.add(asked.reference)
+                if arrival.model is not None:
+                    self._library.arriving[asked.reference] = arrival.model
+                return
+            is_wrong = is_damaged or (found is not None and self._is_replaced(key, found))
+            if (not is_wrong and self._has_named(asked, commit)) or found is None:
+                return
+            if self.is_full():
+                self.fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=_FULL))
+                return
+            claim = self._limit.claim("@".join(key))
+            name = asked.reference
+            if is_damaged and asked.is_commit:  # it needs no other name
+                name = next(iter(self._names_of(key)), name)
+            stored = [] if is_damaged else self._stored(commit)
+            arrival = Arrival(self._store, name, asked.repository, found, claim, self, stored)
+            self._library.pulled.hold(key)
+            self.running[key] = arrival
+            arrival.start()
+
+    def _has_named(self, asked: Asked, commit: str) -> bool:
+        """Return whether the store has a commit, and give it the name that is asked for."""
+        for reference, manifest in names_of(self._library, any_tag(asked.reference), commit):
+            with contextlib.suppress(BlobstoreError):
+                if reference != asked.reference and not asked.is_commit:
+                    self._name(asked.reference, manifest, (asked.repository, commit))
+                return True
+        return False
+
+    def _is_replaced(self, key: Commit, found: FoundAt) -> bool:
+        """Return whether the upstream has named a commit of which the store has only what a peer has given."""
+        return found.giver == UPSTREAM and self._library.pulled.is_of_peer(key)
+
+    def _names_of(self, commit: Commit) -> dict[Reference, Manifest]:
+        """Return the names that fetches have given a commit."""
+        repository = repository_of(*commit[0].split("/"))
+        return {} if repository is None else dict(names_of(self._library, repository, commit[1]))
+
+    def _stored(self, commit: str) -> list[Manifest]:
+        """Return what the store has of a commit, in all repositories: one may be another one that was renamed."""
+        same = [one for one in self._library.pulled.records() if one[1] == commit]
+        return [manifest for one in same for manifest in self._names_of(one).values()]
+
+    def _drop(self, arrival: Arrival) -> None:
+        """Remove what a peer has given of a commit, also what can be restored of it.
+
+        Its record stays until that of the upstream replaces it, so that nothing of it looks like one of the store's own.
+        """
+        key = (arrival.repository, arrival.commit)
+        names = self._names_of(key)
+        self._remove(names)
+        with self._store.writing(), self._store.exclusive_lock():
+            for former in self._store.names.former(None):
+                with contextlib.suppress(BlobstoreError):
+                    if source_of(self._store, Manifest.from_bytes(former.data)) == key:
+                        former.path.unlink(missing_ok=True)
+        arrival.dropped = {blob.digest for one in names.values() for blob in one.blobs}
+        self._library.forget_all(*(Digest.of(one.to_bytes()) for one in names.values()))
+
+    def _remove(self, names: Iterable[Reference]) -> None:
+        """Remove names that fetches have given."""
+        with self._store.writing(), self._store.exclusive_lock():
+            self._store.names.remove(*filter(self._library.pulled.has_given, names))
+
+    def _misspelt(self, arrival: Arrival) -> Sequence[Reference]:
+        """Return the names of the repository in another spelling, which the upstream uses no more; none if one is own."""
+        if arrival.found.giver != UPSTREAM:
+            return ()
+        former = prepared(lambda: self._library.spelled(arrival.reference))
+        if former.parts[:3] == arrival.reference.parts[:3]:
+            return ()
+        names = self._library.listed_tags(former)
+        return () if any(map(self._library.is_own, names)) else names
+
+    def _name(self, reference: Reference, manifest: Manifest, commit: Commit) -> None:
+        """Give a model that was fetched one more name, unless that is the store's own."""
+        try:
+            with self._library.pulled.held(commit) as is_recorded:
+                if is_recorded:  # without a record, it would be for everyone
+                    self._store.names.publish(self._update(reference, commit), manifest)
+                    self._library.pulled.give(reference, manifest)
+        except BlobstoreError as error:
+            self._library.pulled.not_given(reference)
+            self._note(model=str(reference), error=str(error))
+
+    def fail(self, key: Commit, refusal: Refusal) -> None:
+        """Repeat a refusal to those who ask for a commit, for a while."""
+        self.failures.set(key, refusal.again(), _REFUSED_SECONDS)
+
+    # What arrivals report
+
+    def starting(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        check_given(self._library, arrival.reference)
+        if not self._misspelt(arrival):
+            self._store.names.check_name(arrival.reference)
+        if self._is_replaced((arrival.repository, arrival.commit), arrival.found):
+            self._drop(arrival)
+
+    def files_selected(self, arrival: Arrival, origin: Origin) -> None:
+        """See :class:`ArrivalHost`."""
+        self._record(arrival.found, origin)
+
+    def files_listed(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        with self._lock:
+            if arrival.model is not None:
+                for reference in arrival.names:
+                    self._library.arriving[reference] = arrival.model
+
+    def update_of(self, arrival: Arrival) -> NameUpdate:
+        """See :class:`ArrivalHost`."""
+        if names := self._misspelt(arrival):
+            self._remove(names)
+        return self._update(arrival.reference, (arrival.repository, arrival.commit))
+
+    def _update(self, reference: Reference, commit: Commit) -> NameUpdate:
+        seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
+        check_given(self._library, reference)
+        self._library.pulled.giving(reference, commit)
+        return seen
+
+    def ended(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        key = (arrival.repository, arrival.commit)
+        self._library.distrust(arrival.wrong_etags)
+        if arrival.created is not None:
+            self._library.forget(arrival.created.digest)
+            self._library.forget_commit(any_tag(arrival.reference), arrival.commit)
+            with contextlib.suppress(BlobstoreError):
+                data, manifest = self._store.parse(arrival.reference)
+                if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
+                    self._library.pulled.give(arrival.reference, manifest)
+                    for reference in arrival.names - {arrival.reference}:
+                        self._name(reference, manifest, key)
+            bounded(self.ended_at)[key] = time.monotonic()
+        elif isinstance(arrival.error, NameTaken):
+            self._library.pulled.not_given(arrival.reference)
+        if arrival.dropped:
+            with contextlib.suppress(BlobstoreError):
+                remove_blobs(self._store, {one.hex for one in arrival.dropped})
+        with self._lock:
+            for reference in arrival.names:
+                self._library.arriving.pop(reference, None)
+            del self.running[key]
+            self._library.pulled.release(key)
+            self._fetched += arrival.fetched
+            self.models += arrival.created is not None
+            if arrival.error is not None:
+                self.fail(key, as_refusal(arrival.error))
+        self._note(
+            model=str(arrival.reference),
+            commit=arrival.commit,
+            fetched=arrival.fetched,
+            written=arrival.created.bytes_written if arrival.created else 0,
+            seconds=round(time.monotonic() - arrival.begun, 3),
+            error=str(arrival.error or ""),
+        )
