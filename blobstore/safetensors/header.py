@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json as strictjson
 from blobstore.core.escape import escape, quote
+from blobstore.core.file_kinds import CHECKPOINT, kind_of
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 PREFIX_SIZE = 8
 MAX_HEADER_SIZE = 100_000_000
 """Largest N that is read or written, the reference library's bound."""
-_PYTORCH = (b"PK\x03\x04", b"\x80\x02")
-"""How the two containers of PyTorch begin."""
 _MIN_MEMORY = 16 * 2**20
 """Estimated bytes that any header may take while it is parsed."""
 _MEMORY_PER_BYTE = 30
@@ -94,8 +93,10 @@ def header_size(prefix: bytes | memoryview, file_size: int) -> int:
     size = int.from_bytes(prefix[:PREFIX_SIZE], "little")
     if size > MAX_HEADER_SIZE:
         what = "the file is damaged, or of another format"
-        if bytes(prefix).startswith(_PYTORCH):
-            what = "it begins as a PyTorch checkpoint, which 'blobstore convert' makes a safetensors file of"
+        if kind := kind_of(bytes(prefix)):
+            what = f"this is {kind.what}"
+            if kind is CHECKPOINT:
+                what += ", which 'blobstore convert' makes a safetensors file of"
         raise InvalidHeader(
             f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}: {what}",
             rule="header too large",

@@ -378,6 +378,7 @@ class _Folder(HuggingFaceFolder):
 
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
         if isinstance(tree, _Tree) and tree.kept is not None:
+            tree.versions.takes_anything = True  # what is wrong with them is for their readers
             self.files = [SourceFile(name, tree.path(name)) for name in tree.kept]
         else:
             super()._open_folder(tree, options)

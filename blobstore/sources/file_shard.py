@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from blobstore.core.escape import quote
+from blobstore.core.file_kinds import HEAD, kind_of
 from blobstore.core.files import FileVersion, open_regular, read_exactly
-from blobstore.errors import BlobstoreError, DamagedSource, SourceError
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ def open_part(path: Path, what: str, opener: Opener = open_regular) -> tuple[int
 class FileShard(ABC):
     """An open file. The descriptor stays open, so that a rename cannot change the content.
 
-    A format is a subclass with the three attributes and two methods below.
+    A format is a subclass with the three attributes and three methods below.
     """
 
     ending: ClassVar[str]
@@ -65,21 +66,39 @@ class FileShard(ABC):
         """Open a file and check its header and size.
 
         Raises:
-            DamagedSource: the file is malformed, missing, or ends too early.
+            DamagedSource: the file is malformed, missing, or ends too early, or something else is in its place.
             SourceError: it cannot be read.
-            UnsupportedSource: it has more than can be kept.
+            UnsupportedSource: it is of another format, or has more than can be kept.
         """
         self.path = path
         self._descriptor, size = open_part(path, "weight file", opener)
         try:
             self._layout = self.parse(size)
         except BaseException as error:
+            head = self.read_range(0, HEAD) if isinstance(error, self.invalid) else b""
             self.close()
             if isinstance(error, self.invalid):
-                raise DamagedSource(f"{quote(path)}: {error}") from None
+                raise self._fault(head, error) from None
             if isinstance(error, OSError):
                 raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
             raise
+
+    def _fault(self, head: bytes, error: Exception) -> BlobstoreError:
+        """Return the error of a file that breaks the format: it may be of another one."""
+        where = quote(self.path)
+        if self.begins(head):
+            return DamagedSource(f"{where}: {error}")
+        if kind := kind_of(head):
+            fault = DamagedSource if kind.use == "absent" else UnsupportedSource
+            return fault(f"{where}: this is {kind.what}", advice=kind.advice)
+        return UnsupportedSource(
+            f"{where}: this is not a {self.format} file, nor any other format that blobstore knows"
+        )
+
+    @staticmethod
+    @abstractmethod
+    def begins(head: bytes) -> bool:
+        """Return whether a file of the format, whole, cut or damaged, can begin with ``head``."""
 
     @abstractmethod
     def parse(self, size: int) -> FileLayout:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.file_kinds import HEAD
 from blobstore.core.folder import Folder
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
@@ -58,6 +59,8 @@ class FileTree:
         self._exclude = exclude
         self._listed = listed
         self._entries: dict[str, set[str]] = {}
+        self.heads: dict[str, bytes | None] = {}
+        """The first bytes of files that were looked at, by name."""
         for file in listed or ():
             name = file
             while name:
@@ -128,6 +131,32 @@ class FileTree:
                 ) from None
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def head(self, name: str) -> bytes | None:
+        """Return the first bytes of a file, as many as say what it is; None if it is not here yet.
+
+        Raises:
+            DamagedSource: something else is in its place, such as a pointer.
+            SourceError: it cannot be read.
+        """
+        if name not in self.heads:
+            self.heads[name] = self._read_head(name)
+        return self.heads[name]
+
+    def _read_head(self, name: str) -> bytes | None:
+        return None if self._folder is None else self._read_local(name)
+
+    def _read_local(self, name: str) -> bytes:
+        path = self.root / name
+        self.versions.record(path)
+        try:
+            descriptor, _ = self.versions.open(path)
+        except OSError as error:
+            raise SourceError(f"cannot read {self.label(name)}: {error.strerror}") from error
+        try:
+            return os.pread(descriptor, HEAD, 0)
+        finally:
+            os.close(descriptor)
 
     def path(self, name: str) -> Path:
         """Return the path of a file that is about to be read.

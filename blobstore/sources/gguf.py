@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote, shell_word
 from blobstore.errors import DamagedSource, UnsupportedSource
-from blobstore.gguf.header import InvalidGguf, parse_header, read_header
+from blobstore.gguf.header import MAGIC, InvalidGguf, parse_header, read_header
 from blobstore.gguf.layout import file_layout
 from blobstore.gguf.roles import role_of
 from blobstore.manifests.source_record import Gap
@@ -37,6 +37,11 @@ class GgufShard(FileShard):
     ending = GGUF
     format = "gguf"
     invalid = InvalidGguf
+
+    @staticmethod
+    def begins(head: bytes) -> bool:
+        """See :class:`FileShard`."""
+        return bool(head) and MAGIC.startswith(head[: len(MAGIC)])
 
     def parse(self, size: int) -> FileLayout:
         """See :class:`FileShard`."""

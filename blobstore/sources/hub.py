@@ -41,6 +41,7 @@ from blobstore.sources.hub_listing import (
     digester_of,
     files_in_snapshot,
     find_commit,
+    first_bytes,
     list_repository,
     listing_of,
     retry_after,
@@ -304,8 +305,8 @@ class _Repository(FileTree):
         label = f"{SCHEME}{repo}"
         super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
         self._tree = FileTree(folder, exclude=options.exclude, listed=listed, label=label)
-        # The files that are read must be those that were verified.
-        self._tree.versions = self.versions
+        # What is read must be what was verified, and be chosen by the same bytes.
+        self._tree.versions, self._tree.heads = self.versions, self.heads
         self._repo = repo
         self._listing = listing
         self._is_online = is_online
@@ -316,6 +317,15 @@ class _Repository(FileTree):
         """Return the path of a file, which is fetched and verified first."""
         self._get([name], None)
         return super().path(name)
+
+    def _read_head(self, name: str) -> bytes | None:
+        if (self.root / name).is_file():
+            return self._read_local(name)
+        import httpx2
+
+        with suppress(httpx2.HTTPError, OSError):  # fetching the file reports it
+            return first_bytes(self._repo, self.root.name, name) if self._is_online else None
+        return None
 
     def take(
         self, options: SourceOptions, progress: Progress | None, notices: Sequence[str] = ()
@@ -372,7 +382,7 @@ class _Repository(FileTree):
         what = f"checking {escape(file.name)}"
         link = self.root / file.name
         self.versions.record(link)
-        opener = self.versions.open
+        opener = partial(self.versions.open, looks=False)
         try:
             fault = _fault_of(
                 link, file, self._boundary, opener, lambda count: pool.report(count, what)

@@ -22,6 +22,7 @@ from urllib.parse import quote as url_quote
 from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.digest import git_digester
 from blobstore.core.escape import quote, quote_place
+from blobstore.core.file_kinds import HEAD
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
@@ -222,6 +223,35 @@ class _Hub:
             interrupts.sleep(seconds)
         hf_raise_for_status(response)
         return response.content, response.links.get("next", {}).get("url")
+
+
+def first_bytes(repo: str, commit: str, name: str) -> bytes | None:
+    """Ask the Hub for the first bytes of a file, as many as say what it is; None if it refuses.
+
+    They are not verified, so they may only decide what is not fetched.
+
+    Raises:
+        httpx2.HTTPError, OSError: the Hub cannot be reached.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+
+    headers = build_hf_headers() | {"Range": f"bytes=0-{HEAD - 1}", "Accept-Encoding": "identity"}
+    url, timeout = hf_hub_url(repo, name, revision=commit), constants.HF_HUB_ETAG_TIMEOUT
+
+    def read() -> bytes | None:
+        stream = get_session().stream
+        with stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as answer:
+            if not answer.is_success:
+                return None
+            found = b""
+            for piece in answer.iter_bytes(HEAD):  # some servers send all of it
+                found += piece
+                if len(found) >= HEAD:
+                    break
+            return found[:HEAD]
+
+    return interrupts.call(read)
 
 
 def retry_after(headers: Any, default: float = 0) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.tensor import FileLayout
 from blobstore.errors import InvalidHeader
 from blobstore.safetensors.file import read_header
-from blobstore.safetensors.header import PREFIX_SIZE, Header, parse_header
+from blobstore.safetensors.header import MAX_HEADER_SIZE, PREFIX_SIZE, Header, parse_header
 from blobstore.sources.file_shard import FileShard
 
 if TYPE_CHECKING:
@@ -23,6 +23,13 @@ class SafetensorsShard(FileShard):
     ending = SAFETENSORS
     format = "safetensors"
     invalid = InvalidHeader
+
+    @staticmethod
+    def begins(head: bytes) -> bool:
+        """See :class:`FileShard`."""
+        size = int.from_bytes(head[:PREFIX_SIZE], "little")
+        is_header = size <= MAX_HEADER_SIZE or head[PREFIX_SIZE:].startswith(b"{")
+        return is_header and any(head)
 
     def parse(self, size: int) -> FileLayout:
         """See :class:`FileShard`."""

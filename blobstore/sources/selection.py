@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blobstore.core import strict_json
 from blobstore.core.escape import escape, join_some, quote, shell_word
+from blobstore.core.file_kinds import FileKind, kind_of, kind_of_name
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
-from blobstore.sources.formats import format_of_name
 from blobstore.sources.gguf import GGUF, check_no_piece
 from blobstore.sources.gguf_models import choose_gguf
 from blobstore.sources.safetensors import SAFETENSORS
-from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, read_weight_map
+from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, keeping, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
     is_weight_index,
@@ -152,7 +152,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder seems to be a model, whether complete and readable or not."""
     return folder.is_dir() and any(
-        name in _MODEL_FILES or name.endswith(WEIGHTS) or format_of_name(name)
+        name in _MODEL_FILES or name.endswith(WEIGHTS) or kind_of_name(name)
         for name in FileTree(folder).entries()
     )
 
@@ -171,6 +171,8 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
         value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE, tree.versions.open))
     except OSError as error:
         raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
+    except DamagedSource:
+        raise
     except (ValueError, BlobstoreError) as error:
         # A cut file ends in the middle of a character at worst.
         if isinstance(error, UnicodeDecodeError) and error.end < len(error.object):
@@ -332,12 +334,32 @@ def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[s
             for name in every
             if name.endswith(endings)
             and (options.weights is not None or not _TRAINING_STATE.fullmatch(name))
-            # Runtimes want these files as they are.
-            and not (
-                endings in ENDINGS[2:] and any_glob_matches(joined(folder, name), options.keep)
-            )
+            and not _is_kept_whole(tree, joined(folder, name), options)
         ]
     return names
+
+
+def _is_kept_whole(tree: FileTree, name: str, options: SourceOptions) -> bool:
+    """Return whether ``--keep`` names a file that would be read, or matches one that cannot be."""
+    if not any_glob_matches(name, options.keep):
+        return False
+    # Runtimes want GGUF files as they are. Other patterns are meant for what is not read.
+    return name in options.keep or name.endswith(GGUF) or not _may_be_weights(tree, name)
+
+
+def _may_be_weights(tree: FileTree, name: str) -> bool:
+    """Return whether the first bytes of a file are those of weights, or are not known yet."""
+    head = tree.head(name)
+    if head is None:
+        return True
+    if not name.endswith(CHECKPOINTS):
+        kind = kind_of(head)
+        return kind is not None and kind.use == "read"
+    from blobstore.sources.pytorch.container import (
+        is_checkpoint,  # most models need no readers of pickles
+    )
+
+    return is_checkpoint(head)
 
 
 def _choose(
@@ -378,7 +400,12 @@ def _choose(
     complete = [name for name in indexes[ending] if {*names} <= _mapped(tree, folder, name)]
     if len(complete) == 1:
         return complete[0], ()
-    names = [name for name in names if not _is_of_earlier_step(name, names)]
+    names = [
+        name
+        for name in names
+        if not _is_of_earlier_step(name, names)
+        and (name.endswith(SAFETENSORS) or _may_be_weights(tree, joined(folder, name)))
+    ]
     if len(names) > 1:
         raise SourceError(
             f"{tree.label(folder)} has several weight files "
@@ -457,7 +484,7 @@ def _left_out(
             is_kept = below and below >= {*tree.files_below(name)}
             if not is_kept and name not in known and not name.startswith("."):
                 yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
-        elif (name.endswith(WEIGHTS[1:]) or format_of_name(name)) and name not in weights:
+        elif (name.endswith(WEIGHTS[1:]) or kind_of_name(name)) and name not in weights:
             yield f"left out: {tree.label(name)}, not part of the model's weights"
         elif notice := unusable_name(tree, name, options.keep):
             yield notice
@@ -469,23 +496,35 @@ def _left_out(
         )
 
 
-def _no_weights(tree: FileTree, weights: str | None) -> SourceError:
+def _other_kind(tree: FileTree, name: str) -> FileKind | None:
+    """Return the kind of a file that has weights, as far as it is known, and is not read."""
+    if not name.endswith(WEIGHTS):
+        return kind_of_name(name)
+    if _TRAINING_STATE.fullmatch(name.rpartition("/")[2]):
+        return FileKind("the state of a training program, which has no model")
+    if _may_be_weights(tree, name):
+        return None
+    return kind_of(tree.head(name) or b"") or FileKind("a file of an unknown format")
+
+
+def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     if weights is not None:
         return SourceError(f"no file in {tree.label()} matches --weights {quote(weights)}")
     names = [*tree.files_below()]
-    for name in names:
+    for name in sorted(names, key=lambda name: name.count("/")):
         check_no_piece(tree.root / name)
-        if what := format_of_name(name):
-            return UnsupportedSource(
-                f"{tree.label()} has no weights that can be read, but {quote(name)}, {what}; use a "
-                "version of the model in safetensors files, or store the file as it is with "
-                f"--keep '*{PurePath(name).suffix}'"
+        if kind := _other_kind(tree, name):
+            fault = DamagedSource if kind.use == "absent" else UnsupportedSource
+            pattern = f"*{PurePath(name).suffix}"
+            same = [it for it in names if glob_matches(it, pattern)]
+            keep = keeping(name)
+            if len(same) > 1:
+                keep = f"store such files as they are with create --keep {shell_word(pattern)}"
+            advice = f"{kind.advice}, or " * bool(kind.advice) + keep
+            return fault(
+                f"{tree.label()} has no weights that can be read, but {quote(name)}: this is {kind.what}",
+                advice=kind.advice if fault is DamagedSource else advice,
             )
-    if other := next((name for name in names if name.endswith(CHECKPOINTS)), None):
-        return UnsupportedSource(
-            f"{tree.label()} has weights only in files like {quote(other)}, which have no model; use a "
-            "version of the model in safetensors files"
-        )
     what = "has no weight files" if tree.entries() else "is empty"
     deeper = next((name for name in names if name.endswith(".safetensors")), None)
     return SourceError(

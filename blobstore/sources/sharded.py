@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import join_some, quote, shell_word
+from blobstore.core.file_kinds import kind_of_name
 from blobstore.core.files import open_regular, read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import (
@@ -18,10 +19,10 @@ from blobstore.errors import (
 )
 from blobstore.gguf.file import is_gguf
 from blobstore.gguf.roles import COMPANIONS
+from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.source_record import RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.file_shard import FileShard
-from blobstore.sources.formats import INSTEAD, format_of_name
 from blobstore.sources.gguf import GgufShard, check_complete, check_no_piece
 from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.versions import SourceVersions
@@ -89,21 +90,11 @@ class ShardSet:
         """
         check_no_piece(path)
         self.versions.record(path)
-        kind = _BY_ENDING.get(path.suffix)
-        if kind is None and is_gguf(path, self.versions.open):
-            kind = GgufShard
-        shard: Shard
-        if kind is None:
-            shard = self._shards[path] = checkpoint = self._open_checkpoint(path)
-            checkpoint.check_readable(skip=self._options.skip_unreadable)
-            self.values[prefix + path.name] = checkpoint.values
-            self._unreadable |= {path: checkpoint.unreadable.keys()}
-        else:
-            self._check_no_parts(path)
-            shard = self._shards[path] = file = kind(path, self.versions.open)
-            if file.role in COMPANIONS and not self.specs.keys().isdisjoint(file.specs):
-                prefix += f"{path.stem}/"  # heads for more tokens have names of the model's tensors
-            self.block_types.update((prefix + name, blocks) for name, blocks in file.block_types())
+        try:
+            shard, prefix = self._opened(path, prefix)
+        except UnsupportedSource as error:
+            advice = f"{error.advice}, or " * bool(error.advice) + keeping(prefix + path.name)
+            raise type(error)(error.message, advice=advice) from None
         if isinstance(shard, SafetensorsShard):
             self.metadata[path] = shard.metadata
             if _PART_KEY in shard.metadata:
@@ -127,6 +118,24 @@ class ShardSet:
                 )
             self.specs[full] = spec if full == name else TensorSpec(full, spec.dtype, spec.shape)
             self._places[full] = _Place(shard, name)
+
+    def _opened(self, path: Path, prefix: str) -> tuple[Shard, str]:
+        """Open a file; return it and the prefix of its tensors' names."""
+        kind = _BY_ENDING.get(path.suffix)
+        if kind is None and is_gguf(path, self.versions.open):
+            kind = GgufShard
+        if kind is None:
+            checkpoint = self._shards[path] = self._open_checkpoint(path)
+            checkpoint.check_readable(skip=self._options.skip_unreadable)
+            self.values[prefix + path.name] = checkpoint.values
+            self._unreadable |= {path: checkpoint.unreadable.keys()}
+            return checkpoint, prefix
+        self._check_no_parts(path)
+        file = self._shards[path] = kind(path, self.versions.open)
+        if file.role in COMPANIONS and not self.specs.keys().isdisjoint(file.specs):
+            prefix += f"{path.stem}/"  # heads for more tokens have names of the model's tensors
+        self.block_types.update((prefix + name, blocks) for name, blocks in file.block_types())
+        return file, prefix
 
     def _check_no_parts(self, path: Path) -> None:
         """Check that no option asks for a part of a checkpoint. Raises UsageError if one does."""
@@ -156,13 +165,11 @@ class ShardSet:
         except SourceNotFound:
             raise DamagedSource(f"weight file {quote(path)} is missing") from None
         except UnknownFormat as error:
-            kind = format_of_name(path.name)
-            if kind is None and path.suffix in CHECKPOINTS:  # a checkpoint that is damaged
-                raise
-            raise UnsupportedSource(
-                f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
-                advice=INSTEAD,
-            ) from None
+            if kind := kind_of_name(path.name):
+                raise UnsupportedSource(
+                    f"{quote(path)}: this is {kind.what}", advice=kind.advice
+                ) from None
+            raise error from None
 
     def check_stripped(self, path: Path) -> None:
         """Check that some name in ``path`` had the prefix to strip, if there is one.
@@ -208,6 +215,13 @@ class ShardSet:
         """Close the files."""
         while self._shards:
             self._shards.popitem()[1].close()
+
+
+def keeping(name: str) -> str:
+    """Return the advice to store a file as it is; ``name`` is relative to the folder of the source."""
+    if is_valid_name(name):
+        return f"store the file as it is with create --keep {shell_word(name)}"
+    return "give the file a name of letters, digits, '_', '.' and '-', and store it as it is with create --keep"
 
 
 def wrapper_notices(names: Collection[str]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
+from blobstore.core.file_kinds import HEAD, absence
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import DamagedSource
 
@@ -34,13 +35,17 @@ _MAX_WAITS = 25
 class SourceVersions:
     """The files of a source as they were before they were read, by absolute path.
 
-    All of them are opened here: each time, it must be the file that was recorded.
+    All of them are opened here: each time, it must be the file that was recorded, and the first time, its first
+    bytes must not say that it is something else: a pointer to the file, a web page, an unfinished download.
     """
 
     def __init__(self, folder: Folder | None = None) -> None:
         """Record nothing yet; ``folder`` is the open folder of all files, if they have one."""
         self._folder = folder
         self._versions: dict[str, FileVersion | None] = {}
+        self._looked_at: set[str] = set()
+        self.takes_anything = False
+        """Whether files are taken for what they are listed as, whatever their first bytes say."""
 
     def record(self, path: Path) -> None:
         """Record the version of a file that is about to be read, unless it is already recorded.
@@ -64,12 +69,14 @@ class SourceVersions:
             raise _changed(name)
         self._versions[name] = version
 
-    def open(self, path: Path) -> tuple[int, int]:
+    def open(self, path: Path, *, looks: bool = True) -> tuple[int, int]:
         """Open a recorded file, as :func:`~blobstore.core.files.open_regular` does.
+
+        ``looks`` is false to compare the file with a digest before anything is said about its content.
 
         Raises:
             OSError: it cannot be opened.
-            DamagedSource: it is not the file that was recorded.
+            DamagedSource: it is not the file that was recorded, or something else is in its place.
             BlobstoreError: a link leads out of the folder, or it is not a regular file.
         """
         path = path.absolute()
@@ -79,6 +86,13 @@ class SourceVersions:
         if self._versions.get(str(path), version) != version:
             os.close(descriptor)
             raise _changed(str(path))
+        if looks and not self.takes_anything and str(path) not in self._looked_at:
+            try:
+                _check_is_there(descriptor, path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._looked_at.add(str(path))
         return descriptor, size
 
     def check(self, opened: Mapping[Path, FileVersion]) -> None:
@@ -119,6 +133,12 @@ class SourceVersions:
             )
         except OSError:  # opening the file reports the error
             return None
+
+
+def _check_is_there(descriptor: int, path: Path) -> None:
+    """Check by its first bytes that a file is not something else in its place. Raises DamagedSource, OSError."""
+    if kind := absence(path.name, os.pread(descriptor, HEAD, 0)):
+        raise DamagedSource(f"{quote(path)}: this is {kind.what}", advice=kind.advice)
 
 
 def _changed(name: str) -> DamagedSource:

@@ -179,6 +179,8 @@ def create(
     options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
     with opened_source(source, options.source, progress) as opened:
         if dry_run:
+            for _ in file_layers(opened):  # each file is opened, and may be something else
+                pass
             return options.plan(opened)
         return import_source(
             opened,

@@ -93,6 +93,8 @@ class Params:
             value = strict_json.loads(read_regular(path, _MAX_PARAMS_SIZE, opener))
         except OSError as error:
             raise DamagedSource(f"cannot read {quote(path)}: {error.strerror}") from error
+        except DamagedSource:
+            raise
         except (ValueError, BlobstoreError) as error:
             raise DamagedSource(f"{quote(path)}: {error}") from None
         if isinstance(value, dict) and "model" in value:

@@ -334,6 +334,8 @@ def errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     except (CheckpointRefused, UnsupportedSource) as error:
         raise error.at(where) from None
     except DamagedSource as error:
+        if str(error).startswith(quote(path)):  # it could not be opened
+            raise
         raise CheckpointDamaged(f"{where}: {error}") from None
     except FileNotFoundError:
         raise SourceNotFound(f"no such file: {quote(path)}") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from blobstore.core.file_kinds import CHECKPOINT, HEAD, JOBLIB, PICKLE, kind_of
 from blobstore.core.files import read_exactly
 from blobstore.errors import CheckpointDamaged, CheckpointUnsupported
-from blobstore.sources.formats import JOBLIB, format_of_content
 from blobstore.sources.pytorch.legacy import LegacyStream, is_legacy
 from blobstore.sources.pytorch.zip import ZipCheckpoint
 
@@ -16,64 +16,43 @@ if TYPE_CHECKING:
 
     from blobstore.sources.pytorch.storages import Container
 
-_HEAD = 1 << 12
 ZIP_STARTS: Final = (b"PK\3\4", b"PK\5\6")
 """The first bytes of a zip archive; the second, of one without entries."""
-_MARKUP = re.compile(rb"\s*<(!doctype|html|head|\?xml)", re.IGNORECASE)
 _JOBLIB_PICKLE = re.compile(rb"joblib[._]")
 
 
-class UnknownFormat(CheckpointDamaged):
+class UnknownFormat(CheckpointUnsupported):
     """The content of a file is neither a checkpoint nor anything else that is known."""
+
+
+def is_checkpoint(head: bytes) -> bool:
+    """Return whether a file that begins with ``head`` may be a checkpoint, or another file whose tensors are read."""
+    kind = kind_of(head)
+    return is_legacy(head) if kind is None else kind.use == "read"
 
 
 def open_container(descriptor: int, size: int) -> Container:
     """Read the pickle of an open checkpoint of ``size`` bytes.
 
     Raises:
-        CheckpointDamaged: it is damaged, or of no known format.
-        CheckpointUnsupported: it is of a format that is not read.
+        CheckpointDamaged: it is damaged, or something else is in its place.
+        CheckpointUnsupported: it is of a format that is not read, or not known.
         OSError: it cannot be read.
     """
-    head = read_exactly(descriptor, _HEAD, 0)
-    if other := format_of_content(head):
-        raise CheckpointUnsupported(f"this is {other}")
-    if head.startswith(ZIP_STARTS):
+    head = read_exactly(descriptor, HEAD, 0)
+    kind = kind_of(head)
+    if kind is CHECKPOINT and head.startswith(ZIP_STARTS):
         return ZipCheckpoint(descriptor, size)
-    if instead := _incomplete(head):
-        raise CheckpointDamaged(f"this is {instead}")
-    other = other_kind(head)
-    if other is None and is_legacy(head):
-        return LegacyStream(descriptor, size)
-    if other is None and _JOBLIB_PICKLE.search(head):
-        other = JOBLIB
-    if other is None and head[:1] == b"\x80":
-        other = (
-            "a pickle of Python objects that torch.save did not write; show its contents with "
-            "'blobstore inspect'"
-        )
-    if other is None:
+    if kind in (None, CHECKPOINT):
+        if is_legacy(head):
+            return LegacyStream(descriptor, size)
+        if _JOBLIB_PICKLE.search(head):
+            kind = JOBLIB
+        elif kind is not None:
+            kind = PICKLE
+    if kind is None:
         raise UnknownFormat(
             "this is not a PyTorch checkpoint, nor any other format that blobstore knows"
         )
-    raise CheckpointUnsupported(f"this is {other}")
-
-
-def other_kind(head: bytes) -> str | None:
-    """Return a description of a file by its first bytes, if its format is known and not a pickle."""
-    if instead := _incomplete(head):
-        return instead
-    if head[8:10] in (b'{"', b"{}", b"{ ") and not any(head[5:8]):
-        return "a safetensors file; give it the ending .safetensors"
-    return format_of_content(head)
-
-
-def _incomplete(head: bytes) -> str | None:
-    """Return a description of the file that a failed download left, by its first bytes."""
-    if not head:
-        return "an empty file"
-    if head.startswith(b"version https://git-lfs"):
-        return "a pointer of git-lfs, not the file itself; run git lfs pull"
-    if _MARKUP.match(head):
-        return "a web page, probably an error or a login page; download the file again"
-    return None
+    error = CheckpointDamaged if kind.use == "absent" else CheckpointUnsupported
+    raise error(f"this is {kind.what}", advice=kind.advice)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
+from blobstore.core.file_kinds import CHECKPOINT, HEAD, kind_of
 from blobstore.core.files import open_regular, read_exactly
 from blobstore.errors import CheckpointRefused, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.pytorch.checkpoint import Checkpoint, errors_of
-from blobstore.sources.pytorch.container import ZIP_STARTS, other_kind
+from blobstore.sources.pytorch.container import ZIP_STARTS
 from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, is_legacy
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip import read_pickle
@@ -121,7 +122,7 @@ def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
         stack.callback(os.close, descriptor)
         if not read_exactly(descriptor, 4, 0).startswith(ZIP_STARTS):
             data = read_exactly(descriptor, min(size, MAX_PICKLE_SIZE), 0)
-            if other_kind(data) is None:
+            if kind_of(data[:HEAD]) in (None, CHECKPOINT):
                 # The pickles of a legacy stream are followed by storages, which are not pickles.
                 count = LEGACY_PICKLES if is_legacy(data) else _MAX_PICKLES
                 found += _in_pickles(data, "", count)

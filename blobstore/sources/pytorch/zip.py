@@ -116,8 +116,8 @@ class ZipCheckpoint:
         for name, kind in _PROGRAMS.items():
             if root + name in self._entries:
                 raise CheckpointUnsupported(
-                    f"this is a {kind} archive, which has a program; save the model's "
-                    "state_dict() with torch.save instead"
+                    f"this is a {kind} archive, which has a program",
+                    advice="save the model's state_dict() with torch.save instead",
                 )
         if f"{root}data.pkl" not in self._entries:
             raise CheckpointUnsupported(

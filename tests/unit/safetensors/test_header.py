@@ -754,5 +754,5 @@ def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: by
 @pytest.mark.parametrize("start", [b"PK\x03\x04\x00\x00\x08\x08", b"\x80\x02\x8a\x0al\xfc\x9cF"])
 def test_a_pytorch_checkpoint_is_recognised(start: bytes) -> None:
     for prefix in (start, memoryview(start)):
-        with pytest.raises(InvalidHeader, match="it begins as a PyTorch checkpoint"):
+        with pytest.raises(InvalidHeader, match="this is a PyTorch checkpoint, which"):
             header_size(prefix, 1000)

@@ -99,3 +99,6 @@ def test_a_file_of_another_format_is_said_to_be_one(
     (tmp_path / "a").write_bytes(b"PK\x03\x04" + bytes(range(100)))
     assert main([str(tmp_path / "a")]) == 4
     assert "PyTorch" in capsys.readouterr().err
+    (tmp_path / "a").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab")
+    assert main([str(tmp_path / "a")]) == 4
+    assert "this is a pointer of git-lfs" in capsys.readouterr().err

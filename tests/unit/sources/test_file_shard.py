@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.tensor import DType, FileLayout, TensorSpec
-from blobstore.errors import DamagedSource
+from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.file_shard import FileShard
 
 
@@ -23,6 +23,10 @@ class OneTensor(FileShard):
 
     def parse(self, size: int) -> FileLayout:
         return self.layout_of(self.read_range(0, 1), size)
+
+    @staticmethod
+    def begins(head: bytes) -> bool:
+        return head[:1] != b"\xff"
 
     @staticmethod
     def layout_of(start: bytes, size: int) -> FileLayout:
@@ -47,6 +51,11 @@ def test_a_format_says_where_its_tensors_are(tmp_path: Path) -> None:
 def test_an_error_of_a_format_names_the_file(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(DamagedSource, match=r"x\.one': tensor 'a' ends after byte"):
         OneTensor(written(tmp_path, data))
+
+
+def test_a_file_of_another_format_is_not_damaged(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedSource, match=r"x\.one': this is not a gguf file, nor any other"):
+        OneTensor(written(tmp_path, b"\xffab"))
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import DamagedSource, SourceError, UsageError
@@ -284,6 +285,39 @@ def test_fetches_kept_files_of_a_repository_without_weights(client: Client, tmp_
     assert "--keep '*.onnx'" in refused["message"]
     found = client.download("org/onnx", TEST_OPTIONS=json.dumps({"keep": ["q4*"]}))
     assert found["files"] == ["README.md", "q4.onnx"]
+
+
+def test_a_repository_of_another_format_is_refused_before_it_is_fetched(
+    client: Client, tmp_path: Path
+) -> None:
+    repo = tmp_path / "whisper"
+    repo.mkdir()
+    (repo / "model.bin").write_bytes(b"\6\0\0\0\x0c\0WhisperSpec\0" + bytes(200_000))
+    (repo / "config.json").write_text("{}")
+    client.server.add("org/whisper", repo)
+    refused = client.download("org/whisper")
+    assert refused["error"] == "UnsupportedSource"
+    assert "'model.bin': this is a model of CTranslate2; store the file" in refused["message"]
+    assert refused["steps"] == [] or max(done for _, done, _ in refused["steps"]) < 200_000
+    assert not [*client.home.rglob("model.bin")]
+    found = client.download("org/whisper", TEST_OPTIONS=json.dumps({"keep": ["*.bin"]}))
+    assert found["files"] == ["config.json", "model.bin"]
+
+
+def test_both_looks_at_a_repository_choose_the_same_weights(client: Client, tmp_path: Path) -> None:
+    repo = tmp_path / "mixed"
+    repo.mkdir()
+    torch.save({"a": torch.ones(3)}, repo / "weights.bin")
+    (repo / "model.bin").write_bytes(b"\6\0\0\0\x0c\0WhisperSpec\0" + bytes(200_000))
+    (repo / "config.json").write_text("{}")
+    client.server.add("org/mixed", repo)
+    code = (
+        "from blobstore.sources.open import open_source; import pickle\n"
+        "source = open_source('hf://org/mixed'); print(list(source.specs))\n"
+        "again = pickle.loads(pickle.dumps(source.reopen))(); print(list(again.specs))"
+    )
+    done = client.run("-c", code)
+    assert done.stdout == "['a']\n['a']\n", done.stderr
 
 
 def test_fetches_the_components_of_a_pipeline_and_no_single_file(

@@ -258,7 +258,7 @@ def test_tensors_that_are_not_read_are_refused_by_name(shards: ShardSet, tmp_pat
     assert str(caught.value).startswith(f"'{path}', tensor 'odd' (and 1 more): pickle byte ")
     assert str(caught.value).endswith(
         "tensors of torch.ComplexDoubleStorage have no type in the safetensors format; "
-        "leave such tensors out with --skip-unreadable"
+        "leave such tensors out with --skip-unreadable, or store the file as it is with create --keep x.pt"
     )
     assert not shards.specs
     assert open_files(tmp_path) == []
@@ -288,5 +288,5 @@ def test_skips_tensors_of_unknown_types_on_request(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_unknown_types_alone_is_an_error(tmp_path: Path) -> None:
     torch.save({"odd": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointRefused, match=r"'odd': .*are not supported$"):
+    with pytest.raises(CheckpointRefused, match=r"'odd': .*are not supported; store"):
         ShardSet(SourceOptions(skip_unreadable=True)).add(tmp_path / "x.pt")

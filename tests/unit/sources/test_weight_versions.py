@@ -165,7 +165,7 @@ def test_no_file_stays_open_if_one_of_the_changes_is_malformed(tmp_path: Path) -
     index["weight_map"] = {"x": "a.safetensors", "y": "b.safetensors"}
     (folder / INDEX).write_text(json.dumps(index))
     save_file({"x": np.zeros(3, np.uint8)}, folder / "a.safetensors", {"x": "1"})
-    (folder / "b.safetensors").write_bytes(b"malformed")
+    (folder / "b.safetensors").write_bytes(b"\1\0\0\0\0\0\0\0malformed")
     version = WeightVersions(tmp_path).read(1)
     assert version is not None
     before = os.listdir("/proc/self/fd")

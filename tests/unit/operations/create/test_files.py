@@ -61,7 +61,7 @@ def test_rejects_a_file_whose_size_changes(tmp_path: Path, change: bytes) -> Non
 def test_large_json_is_not_stored_as_json(tmp_path: Path) -> None:
     source = open_source(write_folder(tmp_path, dense_tensors()))
     path = tmp_path / "x.json"
-    path.touch()
+    path.write_text("{}")
     os.truncate(path, 64 * 2**20 + 1)
     source.versions.record(path)
     # As in a repository that is kept whole.

@@ -166,7 +166,7 @@ def test_reads_params_below_a_model_key(maker: Maker) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ("", "not valid JSON"),
+        ("", "this is an empty file"),
         ("[]", "not a JSON object"),
         ('{"model": 3}', "not a JSON object"),
         ("\xff", "params.json"),
