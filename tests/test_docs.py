@@ -14,6 +14,7 @@ import pytest
 import blobstore
 from blobstore.cli.main import GROUPS, program
 from tests.faults.processes import workspace
+from tests.support.commands import quick_commands
 from tests.support.objects import ObjectServer
 from tests.support.ports import free_port
 from tests.support.registry import PROGRAM, running_registry
@@ -124,8 +125,8 @@ def check_examples(
         server = stated
     commands = [example.command.replace(stated, server) for _, example in found]
     # The commands sync what they write, for which a disk is waited for each time.
-    with workspace() as work:
-        printed = outputs(commands, work, **environment)
+    with workspace() as work, workspace() as aside, quick_commands(aside) as programs:
+        printed = outputs(commands, work, programs, **environment)
     printed = [output.replace(server, stated) for output in printed]
 
     differences = [

@@ -1,4 +1,4 @@
-"""Servers of tests and benchmarks end with the process that started them."""
+"""Processes of tests end with the one that started them, and forked commands are as those of users."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.commands import quick_commands
 from tests.support.transcripts import ROOT
 
 MANY_SECONDS = 120
@@ -43,3 +45,36 @@ sys.stdin.read()
         assert select.select([child], [], [], MANY_SECONDS)[0] == [child]  # it has ended
     finally:
         os.close(child)
+
+
+def test_a_forked_command_has_what_its_shell_gives_it_and_ends_as_one_that_is_started(
+    tmp_path: Path,
+) -> None:
+    scripts = {
+        "arguments and folder": "cd folder && blobstore --store . list 'x y'; echo $?",
+        "environment": "BLOBSTORE_HOME=$PWD/folder blobstore show one; echo $?",
+        "streams": "blobstore list '[' 2>err >out; echo $?; cat err out",
+        "input": "echo secret | blobstore login 127.0.0.1:1 --username u --password-stdin; echo $?",
+        "a pipe": "blobstore --help | head -n 1",
+        "a signal": "rm -f said; blobstore serve --port 0 >said 2>log & "
+        "until grep -qs serving said; do sleep 0.1; done; kill $!; wait $!; echo $?",
+    }
+    (tmp_path / "folder").mkdir()
+    found: dict[str, list[str]] = {}
+    with quick_commands(tmp_path) as programs:
+        for place in (programs, Path(sys.executable).parent):
+            path = os.pathsep.join((str(place), os.environ["PATH"]))
+            home = {"HOME": str(tmp_path), "DOCKER_CONFIG": str(tmp_path), "PATH": path}
+            for name, script in scripts.items():
+                done = subprocess.run(
+                    ["bash", "-c", script],
+                    capture_output=True,
+                    check=False,
+                    cwd=tmp_path,
+                    env=home,
+                    text=True,
+                )
+                found.setdefault(name, []).append(done.stdout + done.stderr)
+
+    assert {name: both for name, both in found.items() if both[0] != both[1]} == {}
+    assert all(outputs[0] for outputs in found.values())

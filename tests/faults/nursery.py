@@ -121,9 +121,7 @@ def _run(request: dict[str, Any]) -> int:
         descriptor = os.open(path, flags, 0o666)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the child's life
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
+    open_streams()
     for name, value in request["limits"].items():
         limit = getattr(resource, name)
         resource.setrlimit(limit, (value, value))
@@ -139,20 +137,32 @@ def _run(request: dict[str, Any]) -> int:
         _LIBRARY.prctl(_SET_PTRACER, _ANYONE, 0, 0, 0)
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        return _call(request["call"])
+        return call(request["call"])
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
 
-def _call(call: list[str]) -> int:
-    what, *arguments = call
+def open_streams() -> None:
+    """Let Python use the descriptors that this process has now for its input, output and errors."""
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the child's life
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as above
+
+
+def call(words: list[str]) -> int:
+    """Run what a request names; return the exit code of a process that ends as it does."""
+    what, *arguments = words
     try:
         if what == "blobstore":
             from blobstore.__main__ import main as command_line
 
-            sys.argv = call
+            sys.argv = words
             command_line()
+        elif what == "commands":
+            from tests.support import commands
+
+            commands.serve(*arguments)
         else:
             from tests.faults import workloads
 

@@ -79,11 +79,17 @@ def examples(text: str) -> list[Example]:
     return found
 
 
-def outputs(commands: list[str], folder: Path, **environment: str) -> list[str]:
-    """Run commands in one shell, in a folder with ``docs``; return what each prints on both streams."""
+def outputs(
+    commands: list[str], folder: Path, programs: Path | None = None, **environment: str
+) -> list[str]:
+    """Run commands in one shell, in a folder with ``docs``; return what each prints on both streams.
+
+    ``programs`` is a folder with programs that come before others of their names.
+    """
     (folder / "docs").symlink_to(ROOT / "docs")
     script = "".join(f"printf '{_MARK}'\n{command}\n" for command in commands)
-    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    folders = (programs, Path(sys.executable).parent, os.environ["PATH"])
+    tools = os.pathsep.join(str(name) for name in folders if name is not None)
     home = {"HOME": str(folder), "PATH": tools, "COLUMNS": "100", "NO_COLOR": "1"}
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
     done = subprocess.run(
