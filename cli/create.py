@@ -87,7 +87,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     "--all",
     "is_all",
     is_flag=True,
-    help="Import every model of SOURCE: a Hub cache, a folder of model folders, or ollama://.",
+    help="Import every model of SOURCE: a cache, a folder, a repository of GGUF files, or ollama://.",
 )
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.shared("jobs", "wait")
@@ -121,8 +121,9 @@ def command(
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
     torch.distributed.checkpoint, DeepSpeed or Meta's Llama, a GGUF file, a model of Ollama's
     (ollama://NAME), a models--org--name folder of the Hub cache, or the id or URL of a Hub repository
-    (org/name, hf://org/name@revision). NAME is
-    [host/][namespace/]model[:tag]; with --all, models are named after their repositories or folders.
+    (org/name, hf://org/name@revision, hf://org/name:Q4_K_M). NAME is
+    [host/][namespace/]model[:tag]; by default that of the repository, the folder or the file. With --all,
+    each quantization of a model in GGUF files is a model: name:Q4_K_M, name:Q8_0.
     Blobs that the store already has are not rewritten. The name appears last, when everything else is
     safely on disk.
     """
@@ -150,10 +151,11 @@ def command(
             raise click.UsageError("--all takes no NAME: models are named after their sources")
         _create_all(source, store, choices, out, dry_run=dry_run)
         return
-    if name is None:
-        raise click.UsageError("Missing argument 'NAME'.")
     from blobstore.operations.create.create import create
+    from blobstore.operations.create.source_names import source_name
 
+    if dry_run and name is None:
+        name = source_name(source, choices["source_options"])
     if dry_run:
         with _advising(source, store), progress_bar() as progress:
             planned = create(source, name, store=store, dry_run=True, progress=progress, **choices)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from blobstore.cli.output import Output
     from blobstore.core.tensor import TensorSpec
+    from blobstore.operations.create.create_all import FoundModel
     from blobstore.sources.base import TensorSource
 
 
@@ -85,9 +86,9 @@ def show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
     out.result(data | {"models": output.records(archive.models, fields)}, [table, total])
 
 
-def _show_models(models: Sequence[tuple[str, Path]], patterns: Sequence[str], out: Output) -> None:
-    chosen = _selected([name for name, _ in models], patterns, "the folder")
-    found = [(name, path) for name, path in models if name in chosen]
+def _show_models(models: Sequence[FoundModel], patterns: Sequence[str], out: Output) -> None:
+    chosen = _selected([model.name for model in models], patterns, "the folder")
+    found = [(model.name, model.source) for model in models if model.name in chosen]
     rows = [(render.cell(name), render.cell(path)) for name, path in found]
     out.result(
         {"models": [{"name": name, "source": path} for name, path in found]},

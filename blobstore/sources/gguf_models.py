@@ -59,6 +59,12 @@ class GgufFiles:
     roles: Mapping[str, Role] = field(repr=False)
     """The roles of all files, by name."""
 
+    @property
+    def folders(self) -> set[str]:
+        """The folders that have some of the files, if there are models."""
+        names = self.roles if self.models else ()
+        return {name.rpartition("/")[0] for name in names} - {""}
+
     def pattern_of(self, model: GgufModel) -> str:
         """Return what ``--weights`` has to be for a model: its quantization, or else its first file."""
         same = [it for it in self.models if it.quantization == model.quantization]
@@ -73,19 +79,22 @@ def gguf_files(tree: FileTree, folder: str = "", keep: Iterable[str] = ()) -> Gg
     Raises:
         OSError, SourceError: the folder cannot be read.
     """
-    roles: dict[str, Role] = {}
+    found: dict[str, dict[str, Role]] = {}  # by folder
     for full in tree.files_below(folder):
         name = full[len(folder) + 1 :] if folder else full
         above, _, last = name.rpartition("/")
-        if not last.lower().endswith(GGUF) or last.startswith(".") or any_glob_matches(full, keep):
-            continue
-        role = _role(tree, full)
-        if not above or role != "model" or is_quantization(above.rpartition("/")[2]):
-            roles[name] = role
+        is_near = "/" not in above and last.lower().endswith(GGUF) and not last.startswith(".")
+        if is_near and not any_glob_matches(full, keep):
+            found.setdefault(above, {})[name] = _role(tree, full)
+    roles: dict[str, Role] = {}
+    for above, inside in found.items():
+        # A projector next to another model belongs to that.
+        if not above or is_quantization(above) or "model" not in inside.values():
+            roles |= inside
     models = [name for name, role in roles.items() if role == "model"]
     groups = _grouped(tree, folder, models) if len(models) > 1 else [models] if models else []
     stems = {named(group[0]).stem for group in groups}
-    found = []
+    described = []
     for group in groups:
         stem, quantization, _ = named(group[0])
         usable = [
@@ -94,8 +103,8 @@ def gguf_files(tree: FileTree, folder: str = "", keep: Iterable[str] = ()) -> Gg
             if role in COMPANIONS and (len(stems) == 1 or belongs_to(named(name).stem, stem))
         ]
         companions = list(_one_of_each_type(usable, roles, quantization))
-        found.append(GgufModel(stem, quantization, group, companions))
-    return GgufFiles(found, roles)
+        described.append(GgufModel(stem, quantization, group, companions))
+    return GgufFiles(described, roles)
 
 
 def choose_gguf(

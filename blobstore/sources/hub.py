@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
-_URL = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
+_URL = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/")
 _MAX_REPO = 96
 """The client's own limit."""
 _DOWNLOADS = 4
@@ -138,6 +138,24 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
+def with_quantization(text: str, options: SourceOptions) -> tuple[str, SourceOptions]:
+    """Return the Hub id and the options of ``hf://org/name:Q4_K_M``, as llama.cpp and Ollama spell it.
+
+    Other sources stay as they are.
+
+    Raises:
+        UsageError: the options choose weights too.
+    """
+    start, _, quantization = text.rpartition(":")
+    if not (is_hub_id(start) or is_hub_url(start)) or Path(text).exists():
+        return text, options
+    if quantization == "latest":
+        return start, options
+    if options.weights is not None:
+        raise UsageError(f"{quote(text)} names a quantization, and --weights another one")
+    return start, replace(options, weights=quantization)
+
+
 def _without_url(text: str) -> str:
     """Return the Hub id of a URL, and other text unchanged."""
     url = _URL.match(text)
@@ -164,6 +182,19 @@ def download(
         DamagedSource: a file does not match the listing.
         MissingLibrary: the extra ``hub`` is not installed.
     """
+    with _listed(text, options) as (repository, notices):
+        return repository.take(options, progress, notices)
+
+
+def list_files(text: str) -> FileTree:
+    """Return the files of a repository; each is fetched when its path is asked for. Raises as :func:`download`."""
+    with _listed(text, DEFAULT_OPTIONS) as (repository, _):
+        return repository
+
+
+@contextmanager
+def _listed(text: str, options: SourceOptions) -> Iterator[tuple[_Repository, list[str]]]:
+    """Yield a repository and notices; the listing is cached after the block. Raises as :func:`download`."""
     repo, revision = parse_hub_id(text)
     try:
         with optional_libraries():
@@ -193,15 +224,13 @@ def download(
             if listed is None:
                 listed = files_in_snapshot(cached)
                 notices.append("the Hub's listing is not in the cache, so files may be missing")
-            repository = _Repository(repo, cached, listed, options, boundary=cache)
-            return repository.take(options, progress, notices)
+            yield _Repository(repo, cached, listed, options, boundary=cache), notices
+            return
         folder = storage / "snapshots" / commit
         listing = listing_of(entries.items())
-        repository = _Repository(repo, folder, listing, options, boundary=cache, is_online=True)
-        taken = repository.take(options, progress)
+        yield _Repository(repo, folder, listing, options, boundary=cache, is_online=True), []
         with suppress(OSError):  # the model is complete without it
             cache_listing(folder, revision, entries)
-        return taken
 
 
 def commit_of(text: str) -> str:

@@ -45,6 +45,7 @@ def open_source(
     """
     if not isinstance(text, str | os.PathLike):
         raise UsageError(f"a source is a path or the id of a repository, got {quote(text)}")
+    text, options = hub.with_quantization(os.fspath(text), options)
     name = os.path.expanduser(text)  # noqa: PTH111 - a URL is no path
     path = Path(name)
     try:

@@ -22,7 +22,7 @@ from blobstore.errors import BlobstoreError, DamagedSource, SourceError, Unsuppo
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.gguf import GGUF, check_no_piece
-from blobstore.sources.gguf_models import choose_gguf
+from blobstore.sources.gguf_models import choose_gguf, gguf_files
 from blobstore.sources.safetensors import SAFETENSORS
 from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, keeping, read_weight_map
 from blobstore.sources.small_files import (
@@ -509,7 +509,11 @@ def _other_kind(tree: FileTree, name: str) -> FileKind | None:
 
 def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     if weights is not None:
-        return SourceError(f"no file in {tree.label()} matches --weights {quote(weights)}")
+        labels = sorted({it.quantization for it in gguf_files(tree).models if it.quantization})
+        return SourceError(
+            f"no file in {tree.label()} matches --weights {quote(weights)}",
+            advice=f"it has {join_some(labels, 20)}" if labels else "",
+        )
     names = [*tree.files_below()]
     for name in sorted(names, key=lambda name: name.count("/")):
         check_no_piece(tree.root / name)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, shell_word
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, NameTaken
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
@@ -34,14 +35,15 @@ from blobstore.operations.create.jobs import (
 )
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.operations.create.source_names import source_name
 from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
+from blobstore.sources.hub import with_quantization
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
-from blobstore.store.names import NameUpdate
+from blobstore.store.names import ABSENT, NameUpdate
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
@@ -99,7 +101,7 @@ class CreateOptions(TypedDict, total=False):
 @overload
 def create(
     source: str | os.PathLike[str],
-    reference: Name,
+    reference: Name | None = None,
     *,
     store: StoreLike = None,
     dry_run: Literal[False] = False,
@@ -109,7 +111,7 @@ def create(
 @overload
 def create(
     source: str | os.PathLike[str],
-    reference: Name,
+    reference: Name | None = None,
     *,
     store: StoreLike = None,
     dry_run: Literal[True],
@@ -118,7 +120,7 @@ def create(
 ) -> ModelPlan: ...
 def create(
     source: str | os.PathLike[str],
-    reference: Name,
+    reference: Name | None = None,
     *,
     store: StoreLike = None,
     source_options: SourceOptions = DEFAULT_OPTIONS,
@@ -139,6 +141,7 @@ def create(
             of ``torch.distributed.checkpoint`` or of Meta's Llama, a GGUF file, ``ollama://NAME`` for a
             model of Ollama's, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``; or its update, which says what it must have had.
+            By default the name of the source, if no other model has it: ``org/name[:revision]`` for the Hub's.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         source_options: which files and tensors of the source are read, and under which names.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
@@ -168,16 +171,21 @@ def create(
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    if not isinstance(reference, NameUpdate):
-        reference = Reference.of(reference)  # before anything else
     check_type("source_options", source_options, SourceOptions)
+    implied = None
+    if reference is None:
+        implied = source_name(source, source_options)
+        reference = NameUpdate(implied, ABSENT)
+    elif not isinstance(reference, NameUpdate):
+        reference = Reference.of(reference)  # before anything else
     check_type("quantize", quantize or QuantizeOptions(), QuantizeOptions)
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
     update = store.names.seen(reference)
     store.names.check_name(update.reference)
+    source, source_options = with_quantization(os.fspath(source), source_options)
     options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
-    with opened_source(source, options.source, progress) as opened:
+    with _advising(source, implied), opened_source(source, options.source, progress) as opened:
         if dry_run:
             for _ in file_layers(opened):  # each file is opened, and may be something else
                 pass
@@ -215,6 +223,7 @@ def import_source(
     reference = update.reference
     plan = options.plan(opened)
     record, files, notices = _described(opened, plan, options, store)
+    _check_name_free(store, update, record)
     total = sum(blob.size for blob in plan.blobs)
     total += sum(file.size for file in files if file.is_large())
     pool = WorkerPool(jobs, progress, total, executor=executor)
@@ -258,6 +267,29 @@ def import_source(
         seconds=time.monotonic() - started,
         notices=(*notices, *_repairs(ingest.repaired), *replacement_notices(reference, former)),
     )
+
+
+@contextlib.contextmanager
+def _advising(source: str, implied: Reference | None) -> Iterator[None]:
+    """Add to a NameTaken in the block which command replaces the model that has the name of the source."""
+    try:
+        yield
+    except NameTaken as error:
+        if implied is None:
+            raise
+        raise NameTaken(
+            f"{quote(implied)} is the name of another model",
+            advice=f"'blobstore create {shell_word(source)} {implied}' replaces it",
+        ) from error
+
+
+def _check_name_free(store: LocalStore, update: NameUpdate, record: SourceRecord) -> None:
+    """Check that a name that must be free has no model of another source, before anything is written."""
+    if update.old is not ABSENT or store.names.version(update.reference) is ABSENT:
+        return
+    layers = store.resolve(update.reference).layers_of(media_types.SOURCE)
+    if not any(layer.digest == Digest.of(record.to_bytes()) for layer in layers):
+        raise NameTaken(f"another model has the name {quote(update.reference)}")
 
 
 def _described(

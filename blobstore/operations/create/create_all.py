@@ -1,37 +1,73 @@
-"""Imports every model of a Hub cache, of a folder of model folders, or of Ollama's folder."""
+"""Imports every model of a cache, of a folder of model folders, of Ollama's folder, or of a Hub repository."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import glob
+import os
+import re
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
+from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
+from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.ollama import SCHEME, ollama_models
+from blobstore.operations.create.source_names import cleaned, is_hub, name_of, path_name
+from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.layout import find_checkpoint
-from blobstore.sources.hub import cached_repository
+from blobstore.sources.file_tree import FileTree
+from blobstore.sources.gguf import GGUF
+from blobstore.sources.gguf_models import gguf_files
+from blobstore.sources.hub import cached_repository, list_files, parse_hub_id
+from blobstore.sources.hub_listing import cached_snapshot
 from blobstore.sources.selection import is_model_folder
 from blobstore.sources.sharded import WEIGHTS
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
     from typing import Unpack
 
     from blobstore.core.progress import Progress
     from blobstore.operations.create.create import Created, CreateOptions
+    from blobstore.sources.gguf_models import GgufModel
 
 
 _OWN_FILES = frozenset(
     ("config.json", "model_index.json", "modules.json", "adapter_config.json", "params.json")
 )
 """Any of these makes a folder with weight files one model, whatever its folders have."""
+
+
+_LLAMA_CPP = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
+"""Matches what llama.cpp lists the files of a repository and a quantization in, in its cache."""
+
+
+class FoundModel(NamedTuple):
+    """A model that :func:`find_models` has found."""
+
+    name: str
+    """The name, valid or not."""
+    source: Path | str
+    """The path, or the address of a repository or of a model of Ollama's."""
+    weights: str | None = None
+    """What chooses the model if the source has several."""
+    files: Sequence[str] = ()
+    """Its files, if the source has several models."""
+
+    def matches(self, weights: str | None) -> bool:
+        """Return whether ``--weights`` allows the model."""
+        if weights is None or self.weights is None:
+            return True
+        return weights.upper() == self.weights or any(
+            glob_matches(name, weights) for name in self.files
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +77,7 @@ class CreatedModel:
     name: str
     """The name, valid or not."""
     source: Path | str
-    """The path, or ``ollama://NAME``."""
+    """The path, ``ollama://NAME``, or a repository of the Hub."""
     created: Created | None = None
     """None if it failed, or in a dry run."""
     error: BlobstoreError | None = None
@@ -60,10 +96,11 @@ def create_all(
     A model that fails does not keep the others from being imported.
 
     Args:
-        folder: a cache of the Hub's client, whose models get the names of their repositories, or a
-            folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files of
-            weights next to these are left out; see :func:`loose_files`. Or ``ollama://``, for all that
-            Ollama has.
+        folder: a cache of the Hub's client or of llama.cpp, whose models get the names of their repositories,
+            or a folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files
+            of weights next to these are left out, except GGUF files; see :func:`loose_files`. Several
+            quantizations of one model in GGUF files become ``name:Q4_K_M`` and the like, also those of a
+            repository of the Hub. Or ``ollama://``, for all that Ollama has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: only list the models.
         progress: called with the model and the current step, bytes done and total bytes.
@@ -80,11 +117,11 @@ def create_all(
     store = LocalStore.of(store)
     first: dict[str, Path | str] = {}
     results = []
-    models: Sequence[tuple[str, Path | str]] = (
-        ollama_models() if folder == SCHEME else find_models(local_path(folder, "source"))
-    )
-    for number, (found, source) in enumerate(models, start=1):
+    chosen = options.get("source_options", DEFAULT_OPTIONS)
+    models = [it for it in find_models(folder) if it.matches(chosen.weights)]
+    for number, (found, source, weights, _) in enumerate(models, start=1):
         name, created, error = found, None, None
+        options["source_options"] = replace(chosen, weights=weights or chosen.weights)
         try:
             reference = Reference.parse(found)
             name = str(reference)
@@ -108,62 +145,146 @@ def _report(progress: Progress, name: str, what: str, done: int, total: int) -> 
     progress(f"{name}: {what}", done, total)
 
 
-def find_models(folder: Path) -> list[tuple[str, Path]]:
-    """Return the names and sources of the models of a folder, or of a cache of the Hub's client.
+def find_models(source: str | os.PathLike[str]) -> list[FoundModel]:
+    """Return the models of a folder, of a cache of the Hub's client or of llama.cpp, of Ollama, or of a repository.
+
+    Quantizations of a model in GGUF files are models of one name, with different tags.
 
     Raises:
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.
     """
+    if source == SCHEME:
+        return [FoundModel(*found) for found in ollama_models()]
+    if is_hub(source):
+        text = os.fspath(source)
+        found = quantizations(name_of(parse_hub_id(text)[0]), text, list_files(text))
+        return _checked(source, found, is_model=True)
+    folder = local_path(source, "source")
     if not folder.is_dir():
         raise SourceNotFound(f"no such folder: {quote(folder)}")
-    if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
-        raise SourceError(f"{quote(folder)} is a model itself; create it without --all")
-    found: list[tuple[str, Path]] = []
     try:
-        if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
-            folder /= "hub"  # what HF_HOME names
-        for path in sorted(folder.iterdir()):
-            if repository := cached_repository(path):
-                found.append((repository, path))
-            elif path.is_dir() and not path.name.startswith("."):
-                # Folders of organizations have those of models.
-                inside = [path] if _is_model(path) else sorted(path.iterdir())
-                found += [(it.relative_to(folder).as_posix(), it) for it in inside if _is_model(it)]
+        return _checked(folder, *_in_folder(folder))
     except OSError as error:
         where = quote(error.filename or folder)
         raise SourceError(f"cannot read {where}: {error.strerror}") from error
+
+
+def _checked(
+    source: str | os.PathLike[str], found: list[FoundModel], is_model: bool
+) -> list[FoundModel]:
+    if is_model and len(found) < 2:  # noqa: PLR2004
+        raise SourceError(f"{quote(source)} is a model itself; create it without --all")
     if not found:
         raise SourceError(
-            f"{quote(folder)} has no models; expected a cache of the Hub's client, a folder of "
+            f"{quote(source)} has no models; expected a cache of the Hub's client, a folder of "
             "model folders, or ollama:// for the folder of Ollama"
         )
     return found
 
 
+def _in_folder(folder: Path) -> tuple[list[FoundModel], bool]:
+    """Return the models of a folder, and whether it is a model itself, perhaps in several quantizations."""
+    if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
+        folder /= "hub"  # what HF_HOME names
+    name = name_of(path_name(folder))
+    if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
+        return quantizations(name, folder, _tree(folder)), True
+    found: list[FoundModel] = []
+    for path in sorted(folder.iterdir()):
+        if repository := cached_repository(path):
+            found += quantizations(repository, path, _tree(path))
+    for path in _models_below(folder):
+        found += quantizations(path.relative_to(folder).as_posix(), path, _tree(path))
+    if gguf_files(FileTree(folder)).models:
+        found += quantizations(name, folder, _tree(folder), by_stem=bool(found))
+    return found, False
+
+
+def _models_below(folder: Path) -> Iterator[Path]:
+    """Yield the folders of models in a folder, or in its folders, which may be those of organizations."""
+    own = gguf_files(FileTree(folder)).folders
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith(".") and path.name not in own:
+            inside = [path] if _is_model(path) else sorted(path.iterdir())
+            yield from filter(_is_model, inside)
+
+
+def _tree(folder: Path) -> FileTree:
+    """Return the files of a model's folder, or of the snapshot of a repository in a cache."""
+    if cached_repository(folder):
+        snapshots = sorted((folder / "snapshots").iterdir())
+        folder = cached_snapshot(folder, None) or (snapshots[0] if len(snapshots) == 1 else folder)
+    return FileTree(folder)
+
+
+def quantizations(
+    name: str, source: Path | str, tree: FileTree, *, by_stem: bool = False
+) -> list[FoundModel]:
+    """Return the models of one source: several if it has several of them in GGUF files, and no other weights.
+
+    They have the name of the source, or those of their files if these are of different models, or ``by_stem``.
+    llama.cpp puts the files of all repositories into one folder, and lists them in files named ``manifest=…``.
+    """
+    files = gguf_files(tree)
+    others = (it for it in tree.entries() if it.endswith(WEIGHTS) and it not in files.roles)
+    if not by_stem and (len(files.models) < 2 or any(others)):  # noqa: PLR2004
+        return [FoundModel(name, source)]
+    listed = [*filter(None, map(_LLAMA_CPP.fullmatch, tree.entries()))]
+    is_one = len({model.stem for model in files.models}) == 1 and not by_stem
+    named: dict[str, list[GgufModel]] = {}
+    for model in files.models:
+        own = name if is_one else name_of(name.rpartition("/")[0] + f"/{model.stem}").lstrip("/")
+        for found in listed:
+            if model.files[0].lower().startswith(f"{found[1]}_{found[2]}_".lower()):
+                own = f"{found[1]}/{found[2]}"
+                if has_quantization(model.files[0], found[3]):
+                    own += f":{found[3]}"
+                    break
+        named.setdefault(own, []).append(model)
+    return [
+        FoundModel(
+            f"{own}:{_tag(model, same)}" if len(same) > 1 else own,
+            source,
+            glob.escape(files.pattern_of(model)),
+            model.files,
+        )
+        for own, same in named.items()
+        for model in same
+    ]
+
+
+def _tag(model: GgufModel, same: Sequence[GgufModel]) -> str:
+    """Return the tag of one of several quantizations: the name of its file if that of the type says too little."""
+    alike = [it for it in same if it.quantization == model.quantization]
+    is_clear = model.quantization and len(alike) == 1
+    return cleaned(model.quantization if is_clear else PurePath(model.files[0]).stem)
+
+
 def loose_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the weight files next to the folders of models, which :func:`create_all` does not import."""
-    if folder == SCHEME:
+    if folder == SCHEME or is_hub(folder):
         return []
     path = local_path(folder, "source")
     if not (path.is_dir() and _is_model(path) and _has_loose_files(path)):
         return []
-    return sorted(item.name for item in path.iterdir() if item.name.endswith(WEIGHTS))
+    endings = tuple(ending for ending in WEIGHTS if ending != GGUF)
+    return sorted(item.name for item in path.iterdir() if item.name.endswith(endings))
 
 
 def _has_loose_files(folder: Path) -> bool:
     """Return whether weight files lie next to folders of models, and are not parts of one."""
     try:
         inside = sorted(folder.iterdir())
+        has_own = any(item.name in _OWN_FILES or ".index." in item.name for item in inside)
+        return not has_own and any(_models_below(folder))
     except OSError:
         return False
-    has_own = any(item.name in _OWN_FILES or ".index." in item.name for item in inside)
-    return not has_own and any(
-        item.is_dir() and not item.name.startswith(".") and _is_model(item) for item in inside
-    )
 
 
 def _is_model(folder: Path) -> bool:
     if is_model_folder(folder):
         return True
-    return folder.is_dir() and find_checkpoint(folder) is not None
+    return folder.is_dir() and (
+        find_checkpoint(folder) is not None or bool(gguf_files(FileTree(folder)).models)
+    )

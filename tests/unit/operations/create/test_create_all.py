@@ -172,7 +172,6 @@ def test_the_command_prints_a_table_and_its_status_tells(
     ]
     assert found["models"][1]["bytes_written"] == 0
     run("create", "--all", models, "name", exit_code=2)
-    run("create", models, exit_code=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,83 @@
+"""The names that models get from their sources, for those who give none."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.arguments import local_path
+from blobstore.core.escape import quote, shell_word
+from blobstore.errors import InvalidReference, UsageError
+from blobstore.gguf.roles import is_quantization
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.ollama import SCHEME
+from blobstore.sources.hub import (
+    cached_repository,
+    is_hub_id,
+    is_hub_url,
+    parse_hub_id,
+    with_quantization,
+)
+from blobstore.sources.sharded import WEIGHTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from blobstore.sources.base import SourceOptions
+
+_FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
+
+
+def is_hub(source: str | os.PathLike[str]) -> bool:
+    """Return whether a source is a repository of the Hub, and not a path."""
+    text = os.fspath(source)
+    return is_hub_url(text) or (is_hub_id(text) and not os.path.exists(text))  # noqa: PTH110
+
+
+def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Reference:
+    """Return the name that a source has: ``org/name:revision``, that of the folder or file, or Ollama's.
+
+    Raises:
+        UsageError: it has none.
+    """
+    text = os.fspath(source)
+    if text.startswith(SCHEME):
+        return Reference.parse(text.removeprefix(SCHEME))
+    text, options = with_quantization(text, options)
+    weights = options.weights or ""
+    tags = [weights.upper()] if is_quantization(weights) else []
+    if is_hub(text):
+        name, revision = parse_hub_id(text)
+        tags = [revision or "", *tags]
+    else:
+        name = path_name(local_path(text, "source"))
+    tag = "-".join(filter(None, map(cleaned, tags)))
+    try:
+        return Reference.parse(f"{name_of(name)}:{tag}".removesuffix(":"))
+    except InvalidReference as error:
+        raise UsageError(
+            f"{quote(text)} gives the model no name: {error.message}",
+            advice=f"say one: 'blobstore create {shell_word(text)} NAME'",
+        ) from None
+
+
+def path_name(path: Path) -> str:
+    """Return the name of a folder or a weight file, of its repository if it is in a cache of the Hub."""
+    path = path.absolute() if path.is_symlink() else path.resolve()
+    for folder in (path, path.parent.parent):
+        if repository := cached_repository(folder):
+            return repository
+    ending = next((it for it in WEIGHTS if path.name.lower().endswith(it)), "")
+    return path.name[: len(path.name) - len(ending)] if not path.is_dir() else path.name
+
+
+def name_of(text: str) -> str:
+    """Return a name without the characters that names of a store do not have; ``/`` stays."""
+    *namespace, model = text.split("/")
+    return "/".join([*(cleaned(part).replace(".", "-") for part in namespace), cleaned(model)])
+
+
+def cleaned(text: str) -> str:
+    """Return a part of a name without the characters that names of a store do not have."""
+    return _FOREIGN.sub("-", text).strip("-.")
