@@ -9,6 +9,7 @@ The other half, :mod:`tests.faults.processes`, talks to this one in lines of JSO
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -22,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,15 @@ _LIBRARY = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Serve requests until the other side ends; take along what still runs."""
-    warm_up()
+    """Serve requests until the other side ends; take along what still runs.
+
+    The arguments are modules to import; without any, the process warms up for commands.
+    """
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if not sys.argv[1:]:
+        warm_up()
     gc.freeze()  # what is imported is never garbage, and children share its pages longer
     living: dict[int, float] = {}
     _answer({"ready": True})
@@ -42,6 +51,9 @@ def main() -> None:
             request = json.loads(line)
             if request["do"] == "start":
                 answer: dict[str, Any] = {"pid": _start(request, living)}
+            elif request["do"] == "look":
+                found = os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                answer = {"has_ended": found is not None}
             else:
                 answer = _wait(request["pid"], request["seconds"], living)
             _answer(answer | {"number": request["number"]})
@@ -159,6 +171,10 @@ def call(words: list[str]) -> int:
 
             sys.argv = words
             command_line()
+        elif what == "python":
+            program, *sys.argv[1:] = arguments
+            warnings.simplefilter("ignore")
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         elif what == "commands":
             from tests.support import commands
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -86,6 +87,11 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
+    def wait_among_others(self) -> Ended:
+        """Do as :meth:`wait`, but let the nursery do what other threads ask in the meantime."""
+        wait_for(lambda: self.nursery.ask({"do": "look", "pid": self.pid})["has_ended"])
+        return self.wait(0)
+
     def wait(self, seconds: float = LIMIT) -> Ended:
         """Return how it ended; kill it if it does not."""
         answer = self.nursery.ask({"do": "wait", "pid": self.pid, "seconds": seconds})
@@ -109,9 +115,11 @@ class Child:
 class Nursery:
     """The process that forks the children; see :mod:`tests.faults.nursery`."""
 
+    modules: Sequence[str] = ()
+    """What it imports at first; if nothing, what commands use."""
     _process: subprocess.Popen[str] = field(init=False)
     _folder: tempfile.TemporaryDirectory[str] = field(init=False)
-    _number: int = 0
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _asked: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -119,7 +127,7 @@ class Nursery:
         self._folder = tempfile.TemporaryDirectory(prefix="blobstore-faults-")
         Path(self._folder.name).chmod(0o777)  # some children give up their privileges
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery"],
+            [sys.executable, "-m", "tests.faults.nursery", *self.modules],
             cwd=ROOT,
             env=os.environ | _ENVIRONMENT,
             stdin=subprocess.PIPE,
@@ -149,14 +157,15 @@ class Nursery:
         unprivileged: bool = False,
         limits: Mapping[str, int] | None = None,
         hooks: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start a command: ``blobstore`` with its arguments, or a function of the workloads.
+        """Start a command: ``blobstore`` or ``python`` with its arguments, or a function of the workloads.
 
         With ``stopped`` it stops itself when it could begin; signal it to go on.
         """
-        self._number += 1
+        number = next(self._numbers)
         stdout, stderr = (
-            Path(self._folder.name, f"{self._number}.{name}") for name in ("stdout", "stderr")
+            Path(self._folder.name, f"{number}.{name}") for name in ("stdout", "stderr")
         )
         for path in (stdout, stderr):
             path.touch()
@@ -169,6 +178,7 @@ class Nursery:
             unprivileged=unprivileged,
             limits=limits,
             hooks=hooks,
+            environment=environment,
         )
         return Child(pid=pid, stdout=stdout, stderr=stderr, nursery=self)
 
@@ -182,16 +192,20 @@ class Nursery:
         unprivileged: bool = False,
         limits: Mapping[str, int] | None = None,
         hooks: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> int:
         """Start a command as :meth:`start` does, which appends to two files; return its process id.
 
-        It has the environment and the folder that this process has now.
+        It has the folder that this process has now, and its environment unless another one is given.
         """
         answer = self.ask(
             {
                 "do": "start",
                 "call": [str(part) for part in call],
-                "environment": os.environ | _ENVIRONMENT,
+                "environment": {
+                    **(os.environ if environment is None else environment),
+                    **_ENVIRONMENT,
+                },
                 "folder": str(Path.cwd()),
                 "stopped": stopped,
                 "unprivileged": unprivileged,
@@ -249,7 +263,12 @@ def place_in_memory() -> str | None:
 @functools.cache
 def nursery() -> Nursery:
     """Return a nursery that stays for the life of this process."""
-    return _at_exit.enter_context(Nursery())
+    return stays(Nursery())
+
+
+def stays(nursery: Nursery) -> Nursery:
+    """Start a nursery that ends with this process."""
+    return _at_exit.enter_context(nursery)
 
 
 _at_exit = contextlib.ExitStack()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,15 +15,15 @@ from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore
+from tests.faults.processes import Ended
+from tests.support.clients import run_client
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.support.signing import CURVES, KeyFiles, key_files
 
-COMMAND = (
-    [sys.executable, "-m", "model_signing"]
-    if find_spec("model_signing")
-    else [shutil.which("model_signing") or ""]
+PROGRAM = "import runpy; runpy.run_module('model_signing', run_name='__main__')"
+pytestmark = pytest.mark.skipif(
+    find_spec("model_signing") is None, reason="model-signing is not installed"
 )
-pytestmark = pytest.mark.skipif(COMMAND == [""], reason="model-signing is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +38,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     return store
 
 
-def verify(folder: Path, bundle: Path, key: KeyFiles) -> subprocess.CompletedProcess[str]:
+def verify(folder: Path, bundle: Path, key: KeyFiles) -> Ended:
     arguments = ["verify", "key", folder, "--signature", bundle, "--public_key", key.public]
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
-    )
+    modules = ("model_signing._cli", "model_signing")
+    return run_client(PROGRAM, *arguments, environment=os.environ, modules=modules)
 
 
 def written(store: LocalStore, name: str, layout: Layout, folder: Path) -> Path:
@@ -66,7 +63,7 @@ def test_accepts_the_bundle_of_each_folder(
     blobstore.sign(name, key.private, store=store, out=bundle, layout=layout)
 
     done = verify(folder, bundle, key)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -78,8 +75,8 @@ def test_accepts_keys_of_each_curve_and_no_other_key(
 
     blobstore.sign("moe", key.private, store=store, out=bundle)
 
-    assert verify(folder, bundle, key).returncode == 0
-    assert verify(folder, bundle, other).returncode != 0
+    assert verify(folder, bundle, key).code == 0
+    assert verify(folder, bundle, other).code != 0
 
 
 def test_refuses_a_folder_that_was_changed(store: LocalStore, tmp_path: Path) -> None:
@@ -90,8 +87,8 @@ def test_refuses_a_folder_that_was_changed(store: LocalStore, tmp_path: Path) ->
     content = config.read_bytes()
 
     config.write_bytes(content.replace(b"tiny", b"tony"))
-    assert verify(folder, bundle, key).returncode != 0
+    assert verify(folder, bundle, key).code != 0
     config.write_bytes(content)
-    assert verify(folder, bundle, key).returncode == 0
+    assert verify(folder, bundle, key).code == 0
     (folder / "extra.bin").write_bytes(b"x")
-    assert verify(folder, bundle, key).returncode != 0
+    assert verify(folder, bundle, key).code != 0

@@ -28,6 +28,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.store.local import LocalStore
+from tests.support.clients import run_client
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import Arrays, dense_tensors, write_folder
 from tests.support.serve_process import Serving, serving
@@ -74,14 +75,8 @@ def snapshot(server: Serving, cache: Path, name: str = NAME) -> dict[str, bytes]
     """Return the files that the Hub's own client downloads, in a process of its own with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(cache)}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SNAPSHOT, name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_client(SNAPSHOT, name, environment=environment)
+    assert result.code == 0, result.stderr
     return contents(Path(json.loads(result.stdout.splitlines()[-1])))
 
 

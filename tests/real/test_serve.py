@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import socketserver
@@ -24,6 +25,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
+from tests.support.clients import FRAMEWORKS, HUB, run_client
 from tests.support.models import write_folder
 from tests.support.serve_process import Serving, serving
 
@@ -76,14 +78,10 @@ def run(server: Serving, cache: Path, code: str, *arguments: str, **variables: s
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(cache), **variables}
     program = textwrap.dedent(COMMON) + textwrap.dedent(code)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    uses_torch = re.search(r"import torch|from (transformers|mlx_lm|diffusers)", code)
+    modules = FRAMEWORKS if uses_torch else HUB
+    result = run_client(program, *arguments, environment=environment, modules=modules)
+    assert result.code == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -22,6 +22,7 @@ import pytest
 from blobstore.operations.create.create import create
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
+from tests.support.clients import run_client
 from tests.support.models import dense_tensors, write_folder
 from tests.support.pages import ROOT, blocks
 from tests.support.ports import free_port
@@ -151,14 +152,8 @@ def test_a_client_of_the_hub_gets_a_model_through_the_proxy(tmp_path: Path) -> N
     ):
         variables = {"HF_ENDPOINT": url, "HF_HOME": f"{tmp_path}/hub"}
         variables["SSL_CERT_FILE"] = f"{tmp_path}/cache.pem"
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+        result = run_client(program, environment=os.environ | variables)
+        assert result.code == 0, result.stderr
     folder = Path(result.stdout.strip())
     for path in (file for file in source.rglob("*") if file.is_file()):
         assert (folder / path.relative_to(source)).read_bytes() == path.read_bytes()

@@ -29,6 +29,8 @@ from blobstore.sources.hub import is_hub_id, parse_hub_id
 from blobstore.sources.hub_listing import ListedFile, retry_after
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.open import open_source
+from tests.faults.processes import Ended
+from tests.support.clients import run_client
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
@@ -86,7 +88,7 @@ class Client:
         self.server = server
         self.home = home
 
-    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def environment(self, **variables: str) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         settings = {
             "HF_ENDPOINT": self.server.url,
@@ -94,21 +96,17 @@ class Client:
             "HF_HUB_DISABLE_XET": "1",
             "PYTHONPATH": str(_ROOT),
         }
-        return subprocess.run(
-            [sys.executable, *command],
-            env=inherited | settings | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        return inherited | settings | variables
+
+    def run(self, program: str, *arguments: object, **variables: str) -> Ended:
+        return run_client(program, *arguments, environment=self.environment(**variables))
 
     def download(self, text: str, **environment: str) -> dict[str, Any]:
         return self.download_all([text], **environment)[text]
 
     def download_all(self, texts: Sequence[str], **environment: str) -> dict[str, dict[str, Any]]:
-        result = self.run("-c", _DOWNLOAD, *texts, **environment)
-        assert result.returncode == 0, result.stderr
+        result = self.run(_DOWNLOAD, *texts, **environment)
+        assert result.code == 0, result.stderr
         assert result.stdout.count("\n") == 1, "the library printed something"
         assert "%|" not in result.stderr, "a progress bar was printed"
         return dict(zip(texts, json.loads(result.stdout), strict=True))
@@ -316,7 +314,7 @@ def test_both_looks_at_a_repository_choose_the_same_weights(client: Client, tmp_
         "source = open_source('hf://org/mixed'); print(list(source.specs))\n"
         "again = pickle.loads(pickle.dumps(source.reopen))(); print(list(again.specs))"
     )
-    done = client.run("-c", code)
+    done = client.run(code)
     assert done.stdout == "['a']\n['a']\n", done.stderr
 
 
@@ -477,7 +475,7 @@ def test_fetches_only_what_the_cache_lacks_and_counts_only_that(
 
 
 def test_bytes_that_come_by_xet_are_counted_once(client: Client) -> None:
-    result = client.run("-c", _XET)
+    result = client.run(_XET)
     assert json.loads(result.stdout) == [50, 100], result.stderr
 
 
@@ -492,7 +490,8 @@ def test_a_download_ends_when_another_one_failed() -> None:
 
 def test_importing_the_module_does_not_import_the_client(client: Client) -> None:
     code = "import sys, blobstore.sources.hub; sys.exit('huggingface_hub' in sys.modules)"
-    assert client.run("-c", code).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], check=False, env=client.environment())
+    assert done.returncode == 0
 
 
 def test_rejects_a_cached_file_that_was_damaged_later(client: Client, folder: Path) -> None:
@@ -591,7 +590,7 @@ def test_the_client_finds_what_was_downloaded(client: Client, folder: Path) -> N
         "print(hub.snapshot_download('org/model', allow_patterns=['*.json'], ignore_patterns=['*/*']), "
         "len(names))"
     )
-    result = client.run("-c", code, HF_HUB_OFFLINE="1")
+    result = client.run(code, HF_HUB_OFFLINE="1")
     count = sum(path.is_file() for path in folder.rglob("*"))
     assert result.stdout.split() == [found["folder"], str(count)], result.stderr
 
@@ -761,12 +760,12 @@ def test_the_command_creates_a_model_from_the_hub(
 ) -> None:
     repo = client.server.add("org/model", folder)
     store = str(tmp_path / "store")
-    main = ("-m", "blobstore.cli")
-    created = client.run(*main, "create", "hf://org/model", "model", "--store", store, "--json")
-    assert created.returncode == 0, created.stderr
+    main = "from blobstore.cli.main import main; main()"
+    created = client.run(main, "create", "hf://org/model", "model", "--store", store, "--json")
+    assert created.code == 0, created.stderr
     result = json.loads(created.stdout)
     assert result["tensors"] == len(dense_tensors() | moe_tensors())
     assert (result["repository"], result["commit"]) == ("org/model", repo.commit)
-    missing = client.run(*main, "create", "org/missing", "other", "--store", store)
-    assert missing.returncode == 3
+    missing = client.run(main, "create", "org/missing", "other", "--store", store)
+    assert missing.code == 3
     assert missing.stderr.count("\n") == 1

@@ -1,0 +1,39 @@
+"""Programs of clients in processes that start at once.
+
+Each has a process of its own, whose environment its libraries read when they are imported. What these
+libraries import themselves, such as PyTorch, takes longest and does not depend on the environment. It is
+imported once, and children are forked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from tests.faults.processes import Ended, Nursery, stays
+
+HUB = (
+    *("asyncio", "argparse", "concurrent.futures", "email.message", "fsspec", "filelock", "h11"),
+    *("http.cookies", "httpcore2", "httpx2", "importlib.metadata", "mimetypes", "netrc"),
+    *("blobstore.sources.hub", "packaging.version", "queue", "ssl", "tqdm.auto", "typer", "uuid"),
+    *("yaml", "zipfile"),
+)
+"""What ``huggingface_hub`` imports."""
+FRAMEWORKS = (*HUB, "torch", "numpy", "regex", "jinja2", "tokenizers", "safetensors.torch")
+"""What libraries import that use both it and PyTorch."""
+
+
+def run_client(
+    program: str,
+    *arguments: object,
+    environment: Mapping[str, str],
+    modules: tuple[str, ...] = HUB,
+) -> Ended:
+    """Run a program as ``python -W ignore -c`` does, in a process that has imported some modules."""
+    child = _nursery(modules).start("python", program, *arguments, environment=environment)
+    return child.wait_among_others()
+
+
+@functools.cache
+def _nursery(modules: tuple[str, ...]) -> Nursery:
+    return stays(Nursery(modules))
