@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support.commands import quick_commands
 from tests.support.models import dense_tensors, write_folder
 from tests.unit.cli.running import environment, run
 
@@ -28,25 +29,32 @@ SETUP = {"bash": "set +o history", "zsh": "autoload -Uz compinit; compinit -u -D
 # It completes as the program does. Otherwise it prints its arguments.
 PROGRAM = """#!/bin/sh
 if [ -n "$_BLOBSTORE_COMPLETE" ] || [ "$1" = completion ]; then
-    exec {python} -c 'from blobstore.cli.main import main; main()' "$@"
+    exec {program} "$@"
 fi
 echo "got<$*>"
 """
 
 
-def shell_environment(folder: Path) -> Mapping[str, str]:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The program that completes."""
+    with quick_commands(tmp_path_factory.mktemp("commands")) as programs:
+        yield programs / "blobstore"
+
+
+def shell_environment(folder: Path, completing: Path) -> Mapping[str, str]:
     """Return the environment of a shell that finds the program."""
     program = folder / "bin" / "blobstore"
     program.parent.mkdir(exist_ok=True)
-    program.write_text(PROGRAM.format(python=sys.executable))
+    program.write_text(PROGRAM.format(program=completing))
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
     return environment(PATH=path, TERM="dumb", PS1="> ", LC_ALL="C.UTF-8", HOME=str(folder))
 
 
-def typed(shell: str, line: str, folder: Path, setup: str) -> str:
+def typed(shell: str, line: str, folder: Path, setup: str, program: Path) -> str:
     """Return the arguments of the line that a shell runs after a user has typed it and pressed Tab."""
-    variables = shell_environment(folder)
+    variables = shell_environment(folder, program)
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -74,7 +82,7 @@ def _read_until(terminal: int, pattern: str) -> str:
 
 @pytest.mark.parametrize("shell", [shell for shell in STARTS if shutil.which(shell)])
 def test_the_key_tab_completes_names_remotes_ids_and_paths(
-    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shell: str, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "store"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -98,7 +106,7 @@ def test_the_key_tab_completes_names_remotes_ids_and_paths(
         "create ./sec": "create ./second",
     }
     setup = f'{SETUP[shell]}; eval "$(blobstore completion {shell})"'
-    found = {line: typed(shell, line, tmp_path, setup).rstrip(" /") for line in words}
+    found = {line: typed(shell, line, tmp_path, setup, program).rstrip(" /") for line in words}
 
     assert found == words
 
@@ -120,22 +128,22 @@ INSTALLED = {
 
 @pytest.mark.parametrize("shell", [shell for shell in STARTS if shutil.which(shell)])
 def test_the_key_tab_completes_with_the_installed_file(
-    shell: str, share: Path, tmp_path: Path
+    shell: str, share: Path, program: Path, tmp_path: Path
 ) -> None:
     setup = INSTALLED[shell].format(share=share)
 
-    assert typed(shell, "sho", tmp_path, setup).strip() == "show"
-    assert typed(shell, "list --sort sh", tmp_path, setup).strip() == "list --sort shared"
+    assert typed(shell, "sho", tmp_path, setup, program).strip() == "show"
+    assert typed(shell, "list --sort sh", tmp_path, setup, program).strip() == "list --sort shared"
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_finds_the_installed_file(share: Path, tmp_path: Path) -> None:
+def test_fish_finds_the_installed_file(share: Path, program: Path, tmp_path: Path) -> None:
     def offered(line: str) -> list[str]:
         done = subprocess.run(
             ["fish", "-c", f"complete -C {line!r}"],
             capture_output=True,
             check=True,
-            env={**shell_environment(tmp_path), "XDG_DATA_DIRS": str(share)},
+            env={**shell_environment(tmp_path, program), "XDG_DATA_DIRS": str(share)},
             text=True,
         )
         assert done.stderr == ""
