@@ -70,7 +70,7 @@ def test_values_are_those_of_the_reference(store: LocalStore, file: Path) -> Non
 
 def test_a_ladder_comes_back_from_its_weights(server: Server, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
-    files = {path.suffixes[-2][1:].lower(): path for path in write_ladder(tmp_path, tensors=12)}
+    files = {path.suffixes[-2][1:].lower(): path for path in write_ladder(tmp_path, tensors=6)}
     for name, path in files.items():
         blobstore.create(path, name, store=store)
     frozen = blobstore.freeze(list(files), store=store)
