@@ -7,11 +7,9 @@ tensors are kept unless they are zeros, and so are those behind them.
 
 from __future__ import annotations
 
-import re
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote, shell_word
+from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.gguf.header import MAGIC, InvalidGguf, parse_header, read_header
 from blobstore.gguf.layout import file_layout
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 GGUF = ".gguf"
 """The ending of the files."""
-_PIECE = re.compile(r"(.+\.gguf)[-._](part|split)[-_]?\w+", re.IGNORECASE)
 _MAX_TAIL = 16 << 20
 """Bytes of a file between and behind its tensors that a source layer may hold."""
 
@@ -82,22 +79,6 @@ class GgufShard(FileShard):
         for name, tensor in self.parsed.tensors.items():
             if tensor.type is not None and tensor.type.weights > 1:
                 yield name, tensor.type.name
-
-
-def check_no_piece(path: PurePath | str) -> None:
-    """Check that a file is no piece of a GGUF file that was cut at any byte, as ``split`` cuts.
-
-    Raises:
-        UnsupportedSource: its name says that it is one.
-    """
-    if (piece := _PIECE.fullmatch(PurePath(path).name)) is None:
-        return
-    whole = PurePath(path).with_name(piece[1])
-    raise UnsupportedSource(
-        f"{quote(path)} is a piece of a GGUF file",
-        advice=f"join all pieces in order with 'cat {shell_word(f'{whole}{piece[0][len(piece[1])]}{piece[2]}')}* > "
-        f"{shell_word(str(whole))}', and import that",
-    )
 
 
 def check_complete(shards: Iterable[GgufShard]) -> None:

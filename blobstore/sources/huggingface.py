@@ -15,6 +15,7 @@ from blobstore.errors import UnsupportedSource
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
+from blobstore.sources.parts import check_downloaded, check_whole_path
 from blobstore.sources.selection import read_json, select_files
 from blobstore.sources.sharded import ShardSet, add_indexed, read_index, read_weight_map
 
@@ -57,11 +58,9 @@ class HuggingFaceFolder(ShardSet):
                 tree = tree or FileTree(path, exclude=options.exclude)
                 self.versions, self._tree = tree.versions, tree
                 self._open_folder(tree, options)
-            elif any_glob_matches(path.name, options.keep):
-                self.versions.record(path)
-                self.files = [SourceFile(path.name, path)]
             else:
-                self.add(path)
+                check_downloaded(path, functools.partial(any_glob_matches, globs=options.exclude))
+                self._open_file(path, options)
             self.check_stripped(path)
             self.check_complete()
             if self.values:
@@ -111,7 +110,16 @@ class HuggingFaceFolder(ShardSet):
                 advice="import the folder of a step of DeepSpeed, such as global_step100",
             )
 
+    def _open_file(self, path: Path, options: SourceOptions) -> None:
+        if any_glob_matches(path.name, options.keep):
+            self.versions.record(path)
+            self.files = [SourceFile(path.name, path)]
+        else:
+            check_whole_path(path, is_part=options.subtree is not None)
+            self.add(path)
+
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
+        check_whole_path(self._path)
         self.config = read_json(tree, "config.json", dict)
         selection = select_files(tree, options)
         self.notices += selection.notices

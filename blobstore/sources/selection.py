@@ -21,12 +21,14 @@ from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
-from blobstore.sources.gguf import GGUF, check_no_piece
+from blobstore.sources.gguf import GGUF
 from blobstore.sources.gguf_models import choose_gguf, gguf_files
+from blobstore.sources.parts import DATA_FILE, check_finished, check_whole
 from blobstore.sources.safetensors import SAFETENSORS
 from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, keeping, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
+    is_kept,
     is_weight_index,
     matching_files,
     small_files,
@@ -36,12 +38,9 @@ from blobstore.sources.small_files import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
-    from typing import Final
 
     from blobstore.sources.base import SourceOptions
 
-DATA_FILE: Final = ".distcp"
-"""Ending of the data files of ``torch.distributed.checkpoint``."""
 _T = TypeVar("_T")
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
@@ -133,6 +132,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     for part in listed:
         selection.notices.extend(_check_has_weights(tree, part, kept))
     selection.files = sorted(files | kept)
+    selection.notices.extend(check_finished(tree, {*used, *selection.files}, would_be_imported))
     selection.notices.extend(
         f"left out: {tree.label(name)}; choose other weights with --weights"
         for part in selection.weights
@@ -155,6 +155,11 @@ def is_model_folder(folder: Path) -> bool:
         name in _MODEL_FILES or name.endswith(WEIGHTS) or kind_of_name(name)
         for name in FileTree(folder).entries()
     )
+
+
+def would_be_imported(name: str) -> bool:
+    """Return whether a file of this name, without its folder, is imported if a folder has it."""
+    return name.endswith(WEIGHTS) or is_kept(name)
 
 
 def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
@@ -270,6 +275,8 @@ def _select_weights(
                         else ""
                     )
                 )
+    else:
+        check_whole(tree, [joined(folder, name) for name in chosen])
     selection.weights.append(
         ComponentWeights(
             folder,
@@ -516,7 +523,7 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
         )
     names = [*tree.files_below()]
     for name in sorted(names, key=lambda name: name.count("/")):
-        check_no_piece(tree.root / name)
+        check_whole(tree, [name])
         if kind := _other_kind(tree, name):
             fault = DamagedSource if kind.use == "absent" else UnsupportedSource
             pattern = f"*{PurePath(name).suffix}"

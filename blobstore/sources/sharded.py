@@ -23,7 +23,8 @@ from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.source_record import RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.file_shard import FileShard
-from blobstore.sources.gguf import GgufShard, check_complete, check_no_piece
+from blobstore.sources.gguf import GgufShard, check_complete
+from blobstore.sources.parts import check_content
 from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.checkpoint import Checkpoint
 
 _MAX_INDEX_SIZE = 256 * 2**20
-_PART_KEY = "DCP_SHARDING_INFO"
-"""The key in the metadata of a file that holds parts of tensors: one rank's."""
 _WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
 """Prefixes that DistributedDataParallel and torch.compile put in front of all names."""
 _HEAD = "lm_head.weight"
@@ -88,7 +87,6 @@ class ShardSet:
         Raises:
             DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
-        check_no_piece(path)
         self.versions.record(path)
         try:
             shard, prefix = self._opened(path, prefix)
@@ -97,12 +95,9 @@ class ShardSet:
             raise type(error)(error.message, advice=advice) from None
         if isinstance(shard, SafetensorsShard):
             self.metadata[path] = shard.metadata
-            if _PART_KEY in shard.metadata:
-                raise UnsupportedSource(
-                    f"{quote(path)} has parts of tensors, as torch.distributed.checkpoint writes them "
-                    f"({_PART_KEY} in its metadata)",
-                    advice="create from the folder that has the shards of all processes",
-                )
+        check_content(
+            path, shard.specs, self.metadata.get(path, {}), self.values.get(prefix + path.name)
+        )
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         strip = self._options.strip_prefix or ""
         for name, spec in shard.specs.items():

@@ -9,8 +9,9 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource, UsageError
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import SourceFile
+from blobstore.sources.parts import check_finished
 from blobstore.sources.sharded import wrapper_notices
-from blobstore.sources.small_files import matching_files, small_files
+from blobstore.sources.small_files import is_kept, matching_files, small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -120,6 +121,7 @@ class AssembledFolder:
         entries = [name for name in tree.entries() if name not in kept]
         kept |= set(small_files(tree, entries, self.notices))
         self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
+        self.notices += check_finished(tree, {*used, *kept}, is_kept)
         read = {name.partition("/")[0] for name in (*used, *kept)}
         if others := [quote(name) for name in tree.entries() if name not in read]:
             self.notices.append(f"left out: {join_some(others, _SHOWN)}")

@@ -11,8 +11,8 @@ from blobstore.sources.distributed.file_names import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, is_allowed
 from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadata, subtrees_in
 from blobstore.sources.file_tree import FileTree, joined
+from blobstore.sources.parts import DATA_FILE
 from blobstore.sources.pytorch.inspect import GlobalUse, Inspection
-from blobstore.sources.selection import DATA_FILE
 from blobstore.sources.unpickler.machine import scan
 
 if TYPE_CHECKING:

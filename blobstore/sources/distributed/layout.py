@@ -11,14 +11,14 @@ from blobstore.core.files import read_regular
 from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.distributed.file_names import (
     FORMAT,
-    METADATA_FILE,
     SHARD,
     ZERO_MODEL,
     ZERO_OPTIMIZER,
     ZERO_TOOLS,
 )
 from blobstore.sources.file_tree import FileTree, joined
-from blobstore.sources.selection import DATA_FILE, is_model_folder
+from blobstore.sources.parts import DATA_FILE
+from blobstore.sources.selection import is_model_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,19 +36,11 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
     """Open a folder with pieces of tensors; return None for other sources.
 
     Raises:
-        UnsupportedSource: it is a single file of such a folder, or has no model but such folders.
+        UnsupportedSource: it has no model but such folders.
         SourceError, UsageError: as the kinds of folders.
         OSError: the folder cannot be read.
     """
     if not path.is_dir():
-        if options.subtree is None and ZERO_OPTIMIZER.fullmatch(path.name):
-            raise UnsupportedSource(
-                f"{quote(path)} is the part of one process of DeepSpeed ZeRO; import the folder"
-            )
-        if path.name == METADATA_FILE or path.suffix == DATA_FILE:
-            raise UnsupportedSource(
-                f"{quote(path)} is one file of a folder of {FORMAT}; import the folder"
-            )
         return None
     # The pattern chooses weight files by name, and these folders have none.
     if options.weights is not None:

@@ -29,6 +29,7 @@ from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, parse_meta
 from blobstore.sources.distributed.templates import Templates
 from blobstore.sources.distributed.tiling import check_tiling
 from blobstore.sources.file_tree import FileTree, joined
+from blobstore.sources.parts import DATA_FILE
 from blobstore.sources.pytorch.state_dict import (
     Subtree,
     Tree,
@@ -38,7 +39,7 @@ from blobstore.sources.pytorch.state_dict import (
 )
 from blobstore.sources.pytorch.tensors import UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values, with_values
-from blobstore.sources.selection import DATA_FILE, read_json
+from blobstore.sources.selection import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

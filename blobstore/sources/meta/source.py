@@ -19,8 +19,9 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
+from blobstore.sources.parts import check_finished
 from blobstore.sources.sharded import WEIGHTS
-from blobstore.sources.small_files import matching_files, small_files, unusable_name
+from blobstore.sources.small_files import is_kept, matching_files, small_files, unusable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,6 +159,7 @@ class MetaFolder:
                 f"left out: {tree.label(_CONFIG)}; one generated from {PARAMS_FILE} replaces it"
             )
         self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
+        self.notices += check_finished(tree, {*weights, *kept}, is_kept)
         for name in tree.entries():
             if tree.is_folder(name) and not name.startswith("."):
                 self.notices.append(f"left out: folder {tree.label(name)}")

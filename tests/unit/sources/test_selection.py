@@ -51,13 +51,13 @@ def model(folder: Path, **content: bytes | str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "x.gguf", "pytorch_model.bin", "m.pt", "unknown.part"]
+    "name", ["model.safetensors", "x.gguf", "pytorch_model.bin", "m.pt", "x.unknown"]
 )
 def test_a_pointer_is_named_whatever_its_name_is(tmp_path: Path, name: str) -> None:
     write(tmp_path, config__json="{}")
     (tmp_path / name).write_bytes(POINTER)
     for path in (tmp_path, tmp_path / name):
-        if path == tmp_path and name == "unknown.part":
+        if path == tmp_path and name == "x.unknown":
             continue
         for keep in ((), (name,), ("*",)):
             with pytest.raises(DamagedSource, match="this is a pointer of git-lfs.*git lfs pull"):
