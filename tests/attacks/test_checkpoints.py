@@ -99,8 +99,10 @@ def test_inspects_without_running_code(case: dict[str, Any], reader: Reader) -> 
     outcome, read = reader.read(path, inspect=True), reader.read(path)
     assert not outcome.error
     # Inspection reads no tensor data, so it checks no checksums of it.
-    advice = "; list them with 'blobstore inspect', or choose a part without them with --subtree"
-    assert (outcome.refusal or "") == (read.refusal or "").removesuffix(advice)
+    # Advice how to import the file is left out, too.
+    assert bool(outcome.refusal) == bool(read.refusal)
+    assert (read.refusal or "").startswith(outcome.refusal or "")
+    assert (read.refusal or "").removeprefix(outcome.refusal or "")[:2] in ("", "; ")
     assert outcome.unreadable == read.unreadable
 
 

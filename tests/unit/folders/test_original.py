@@ -166,7 +166,7 @@ SOURCES: dict[str, dict[str, bytes]] = {
     "an index of other files": {
         "model.safetensors": file_of(weights("a b")),
         "diffusion_pytorch_model.safetensors.index.json": index_of(lost="a b"),
-        "empty.safetensors.index.json": b"",
+        "empty.safetensors.index.json": b"{}",
         "pytorch_model.bin.index.json": b'{"weight_map": {"a": "gone.bin"}}',
         "training_args.pt.json": b"{}",
     },

@@ -53,7 +53,7 @@ def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore
 @pytest.mark.slow
 def test_does_not_write_large_files_that_were_kept(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", dense_tensors())
-    (source / "x.gguf").touch()
+    (source / "x.gguf").write_bytes(b"GGUF")
     os.truncate(source / "x.gguf", 64 * 2**20 + 1)
     blobstore.create(source, "m", store=store, source_options=SourceOptions(keep=("*.gguf",)))
     with blobstore.open("m", store=store) as model, temporary_folder(model) as folder:

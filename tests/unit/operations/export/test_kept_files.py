@@ -32,7 +32,7 @@ def kept(tmp_path: Path, store: LocalStore) -> Path:
     (folder / "onnx").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "onnx" / "x.onnx").write_bytes(b"opaque")
-    (folder / "x.gguf").touch()
+    (folder / "x.gguf").write_bytes(b"GGUF")
     os.truncate(folder / "x.gguf", 64 * 2**20 + 5)
     create(folder, "k", store=store, source_options=SourceOptions(keep=("*.gguf", "*.onnx")))
     return folder
