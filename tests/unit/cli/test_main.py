@@ -107,7 +107,7 @@ def test_runs_as_a_module(module: str) -> None:
         [],
         ["nonsense"],
         ["show"],
-        ["create", "only-a-source"],
+        ["create"],
         ["create", "s", "n", "--experts", "loose"],
         ["create", "s", "n", "--jobs", "0"],
         ["list", "--nonsense"],
