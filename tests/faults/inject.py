@@ -130,9 +130,11 @@ class _Sweep:
     def _try(self, fault: Fault) -> None:
         ended = self._command(fault)
         struck = tracing.struck(self._log)
-        if any(_CODE.search(line) for line in struck):
-            return
         row = self._row(_kind(fault))
+        if any(_CODE.search(line) for line in struck):
+            # The command did not start, but what was prepared for it must not meet the next one.
+            row.add(self._operation.judge(self._scene, ended), f"{self._operation.name}, {fault}")
+            return
         row.injected += bool(struck)
         where = "; ".join(line.partition(" ")[2] for line in struck)[:400]
         how = f"{self._operation.name}, {fault}: {where}: exit code {ended.code}"
