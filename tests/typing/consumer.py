@@ -33,5 +33,5 @@ def choose_later(framework: Literal["numpy", "torch"]) -> None:
 def make_mistakes() -> None:
     """Do what type checkers must refuse."""
     blobstore.open("llama", framework="tensorflow")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    blobstore.create("folder")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    blobstore.create()  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     raise BlobstoreError(blobstore.nothing_of_that_name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
