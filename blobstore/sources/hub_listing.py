@@ -196,7 +196,7 @@ class _Hub:
         from huggingface_hub import constants
 
         # The client documents these, but marks nothing in this module as exported.
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not in __all__
             build_hf_headers,
             get_session,
             hf_raise_for_status,
@@ -234,7 +234,7 @@ def first_bytes(repo: str, commit: str, name: str) -> bytes | None:
         httpx2.HTTPError, OSError: the Hub cannot be reached.
     """
     from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]  # not in __all__
 
     headers = build_hf_headers() | {"Range": f"bytes=0-{HEAD - 1}", "Accept-Encoding": "identity"}
     url, timeout = hf_hub_url(repo, name, revision=commit), constants.HF_HUB_ETAG_TIMEOUT
@@ -256,7 +256,7 @@ def first_bytes(repo: str, commit: str, name: str) -> bytes | None:
 
 def retry_after(headers: Any, default: float = 0) -> float:
     """Return for how many seconds a server asks its client to wait."""
-    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]  # not in __all__
 
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
