@@ -322,15 +322,17 @@ def _tree_path(snapshot: Path) -> Path:
 def files_in_snapshot(snapshot: Path) -> Listing:
     """Return the files of a snapshot with the digests by which the client named them.
 
-    Without links, as on file systems that have none, the digests are not known.
+    Without links, as on file systems that have none, the digests are not known. A broken link is listed as an
+    empty file, and checking it fails.
     """
     found = {}
     for path in sorted(snapshot.rglob("*")):
         target = Path(os.path.realpath(path))
         name, digest = path.relative_to(snapshot).as_posix(), target.name
         algorithm = next((a for a, form in DIGESTS.items() if form.fullmatch(digest)), "")
-        if target.is_file():
-            found[name] = ListedFile(name, target.stat().st_size, algorithm, digest)
+        if not target.is_dir():
+            size = target.stat().st_size if target.is_file() else 0
+            found[name] = ListedFile(name, size, algorithm, digest)
     return found
 
 
