@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 @click.option(
     "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["folder", "ollama"]),
+    default="folder",
+    show_default=True,
+    help="A new folder of files, or a folder of Ollama's models, to which a model of Ollama's is added.",
+)
 @click.option("--force", is_flag=True, help="Replace an older folder of this model.")
 @options.shared("jobs", "json")
 def command(
@@ -42,6 +49,7 @@ def command(
     shard_size: int | None,
     single: bool,
     dequantize: bool,
+    layout: str,
     force: bool,
     jobs: int | None,
     out: Output,
@@ -52,20 +60,26 @@ def command(
     checkpoint, the tensors are written to new safetensors files instead.
     """
     from blobstore.operations.export.export import export_model
+    from blobstore.operations.export.ollama import export_to_ollama
 
     model = arguments.model(store, name)
+    if layout == "ollama" and (shard_size or single or dequantize):
+        raise click.UsageError("--layout ollama writes the files that Ollama had, and no others")
     with progress_bar() as progress:
-        exported = export_model(
-            model,
-            folder,
-            store=store,
-            shard_size=shard_size,
-            single=single,
-            dequantize=dequantize,
-            force=force,
-            jobs=jobs,
-            progress=progress,
-        )
+        if layout == "ollama":
+            exported = export_to_ollama(model, folder, store=store, force=force, progress=progress)
+        else:
+            exported = export_model(
+                model,
+                folder,
+                store=store,
+                shard_size=shard_size,
+                single=single,
+                dequantize=dequantize,
+                force=force,
+                jobs=jobs,
+                progress=progress,
+            )
     fields = "folder files tensors shards bytes_written original=is_original seconds"
     out.result(
         {"name": model} | output.record(exported, fields),

@@ -78,8 +78,7 @@ def _source_rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
     if source is None:
         yield "source", "unknown"
         return
-    origin = f"{source.repository} at {source.commit}" if source.repository else f"a {source.kind}"
-    yield "source", render.cell(origin)
+    yield "source", render.cell(render.origin(source))
     for key, value in source.options.items():
         yield "option", render.cell(f"{key} = {json.dumps(value)}")
 

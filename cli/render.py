@@ -19,6 +19,8 @@ from blobstore.core.escape import MAX_SHOWN, escape
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from blobstore.manifests.source_record import SourceRecord
+
 _MAX_WIDTH = 80
 """A longer cell shifts the rest of its row; it does not widen its column."""
 _STEP = 1000
@@ -159,6 +161,13 @@ def published(scheme: str | None) -> str:
 def count_of(count: int, noun: str) -> str:
     """Return a number with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def origin(source: SourceRecord) -> str:
+    """Return where a model was imported from."""
+    if source.repository:
+        return f"{source.repository} at {source.commit}"
+    return source.kind if "://" in source.kind else f"a {source.kind}"
 
 
 def without_base(count: int) -> str:

@@ -260,8 +260,7 @@ def _show_source(name: Reference | str, source: SourceRecord | None, out: Output
 
 
 def _source_as_text(name: Reference | str, source: SourceRecord) -> Iterator[str]:
-    origin = f"{source.repository} at {source.commit}" if source.repository else f"a {source.kind}"
-    yield f"{render.cell(name)}: imported from {render.cell(origin)}"
+    yield f"{render.cell(name)}: imported from {render.cell(render.origin(source))}"
     for key, value in source.options.items():
         yield render.cell(f"option {key}: {json.dumps(value)}")
     rows = [

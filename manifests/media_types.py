@@ -19,6 +19,8 @@ MODEL: Final = "application/vnd.ollama.image.model"
 """A GGUF file. Models with such a layer are Ollama's own; we read them and write none."""
 PROJECTOR: Final = "application/vnd.ollama.image.projector"
 ADAPTER: Final = "application/vnd.ollama.image.adapter"
+DRAFT: Final = "application/vnd.ollama.image.draft"
+MESSAGES: Final = "application/vnd.ollama.image.messages"
 GGUF: Final = (MODEL, PROJECTOR, ADAPTER)
 """The layers that are GGUF files; they have no names."""
 WEIGHTS: Final = (TENSOR, *GGUF)

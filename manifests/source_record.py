@@ -69,7 +69,7 @@ class SourceRecord:
     """The source of a model."""
 
     kind: str
-    """``folder``, ``file``, ``hub``, ``meta-llama`` or ``memory``."""
+    """``folder``, ``file``, ``hub``, ``meta-llama``, ``memory``, or ``ollama://`` and a name."""
     files: tuple[RecordedFile, ...]
     """Sorted by name."""
     repository: str = ""

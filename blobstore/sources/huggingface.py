@@ -46,7 +46,7 @@ class HuggingFaceFolder(ShardSet):
         self.reopen = functools.partial(HuggingFaceFolder, path.absolute(), options, tree)
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
-        self.repository = self.commit = ""
+        self.repository = self.commit = self.kind = ""
         self.digests: Mapping[str, str] = {}
         """The SHA-256 of files by name, as the Hub lists them, in hexadecimal digits."""
         self._path = path
@@ -88,7 +88,7 @@ class HuggingFaceFolder(ShardSet):
             data = read_index(path, self.versions.open)
             files.append(RecordedFile(name_of(path), "index", len(data), data))
         return SourceRecord(
-            kind="hub" if self.repository else "folder" if is_folder else "file",
+            kind=self.kind or ("hub" if self.repository else "folder" if is_folder else "file"),
             repository=self.repository,
             commit=self.commit,
             files=tuple(sorted(files)),

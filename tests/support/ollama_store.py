@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from blobstore.core.digest import Digest
@@ -40,6 +43,16 @@ GGUF_FILE = gguf_file(
     ],
 )
 """A small file with plain tensors, and quantized ones of two and three dimensions."""
+PROJECTOR = gguf_file(
+    [("general.architecture", TEXT, text("clip"))], [("v.weight", F32, (2,), bytes(8))]
+)
+ADAPTER = gguf_file(
+    [
+        ("general.architecture", TEXT, text("llama")),
+        ("general.type", TEXT, text("adapter")),
+    ],
+    [("token_embd.weight.lora_a", F32, (2,), bytes(8))],
+)
 
 
 def add_gguf_model(
@@ -48,14 +61,16 @@ def add_gguf_model(
     content: bytes = GGUF_FILE,
     *,
     projector: bytes | None = None,
+    others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Manifest:
-    """Write a model of Ollama's own: one GGUF layer, or two, and layers without names."""
+    """Write a model of Ollama's own: one GGUF layer, or two, and layers without names, ``others`` by type."""
     layers = [
         _add_blob(store, media_types.MODEL, content),
         *([] if projector is None else [_add_blob(store, media_types.PROJECTOR, projector)]),
         _add_blob(store, media_types.TEMPLATE, b"{{ .Prompt }}"),
         _add_blob(store, media_types.LICENSE, b"first license"),
         _add_blob(store, media_types.LICENSE, b"second license"),
+        *(_add_blob(store, media_type, data) for media_type, data in others.items()),
         _add_blob(store, media_types.PARAMS, b'{"stop":["<|end|>"]}\n'),
     ]
     manifest = Manifest(config=_add_blob(store, media_types.CONFIG, _CONFIG), layers=tuple(layers))

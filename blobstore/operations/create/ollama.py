@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, shell_word
 from blobstore.errors import SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
+from blobstore.manifests.file_names import is_valid_name
+from blobstore.manifests.ollama_files import MANIFEST, ollama_files
 from blobstore.manifests.reference import Reference
+from blobstore.sources.base import SourceFile
 from blobstore.sources.file_tree import FileTree
+from blobstore.sources.gguf import GGUF
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
@@ -25,12 +30,6 @@ if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions, TensorSource
 
 SCHEME: Final = "ollama://"
-_NAMES: Final = {
-    media_types.MODEL: "model.gguf",
-    media_types.PROJECTOR: "mmproj-model.gguf",
-    media_types.LICENSE: "LICENSE",
-}
-"""The file that the first layer of a type becomes. Templates and parameters are not part of a model's folder."""
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def opened_source(
     Raises:
         ModelNotFound, SourceNotFound: there is no such model, or no folder of Ollama.
         InvalidReference, InvalidManifest: the name is not valid, or the model is damaged.
-        UnsupportedSource: the model is not one GGUF file and perhaps its projector.
+        UnsupportedSource: the model is not in GGUF files.
         BlobstoreError: as :func:`~blobstore.sources.open.open_source`.
     """
     with contextlib.ExitStack() as stack:
@@ -53,10 +52,18 @@ def opened_source(
             # Messages say which model it is, not only which file.
             made = tempfile.TemporaryDirectory(prefix=f"ollama-{name.model}-{name.tag}-")
             folder = Path(stack.enter_context(made))
-            sizes = _link_files(name, folder)
+            manifest, sizes = _link_files(name, folder)
             # Files that are listed may be links that lead out of the folder.
             tree = FileTree(folder, exclude=options.exclude, listed=sizes, label=source)
-            yield stack.enter_context(contextlib.closing(HuggingFaceFolder(folder, options, tree)))
+            model = HuggingFaceFolder(folder, options, tree)
+            stack.enter_context(contextlib.closing(model))
+            model.kind = f"{SCHEME}{name}"[:255]  # as records have it
+            read = {file.name for file in model.files}
+            others = [SourceFile(it, tree.path(it)) for it in sizes if not it.endswith(GGUF)]
+            files = [it for it in (manifest, *others) if it.name not in read]
+            kept = [it for it in files if not tree.is_excluded(it.name)]
+            model.files = sorted([*model.files, *kept], key=attrgetter("name"))
+            yield model
         else:
             opened = open_source(source, options, progress=progress)
             yield stack.enter_context(contextlib.closing(opened))
@@ -86,19 +93,20 @@ def _ollama_store() -> LocalStore:
     return LocalStore(root)
 
 
-def _link_files(name: Reference, folder: Path) -> dict[str, int]:
-    """Make links to the files of a model of Ollama's, and return their sizes."""
+def _link_files(name: Reference, folder: Path) -> tuple[SourceFile, dict[str, int]]:
+    """Make links to the blobs of a model of Ollama's; return its manifest, and the sizes of the blobs."""
     store = _ollama_store()
-    manifest = store.resolve(name)
-    models, adapters = map(manifest.layers_of, (media_types.MODEL, media_types.ADAPTER))
-    if len(models) != 1 or adapters:
+    manifest, data = store.resolve(name), store.read_manifest(name)
+    if not manifest.layers_of(media_types.MODEL) or manifest.layers_of(media_types.TENSOR):
         raise UnsupportedSource(
-            f"{name} of {quote(store.root)} has {len(models)} GGUF files and {len(adapters)} adapters; "
-            "expected one file, and perhaps its projector"
+            f"{name} of {quote(store.root)} is no model in GGUF files",
+            advice=f"'blobstore cp {name} --store {shell_word(str(store.root))} --to STORE' copies it",
         )
     sizes = {}
-    for media_type, file in _NAMES.items():
-        for layer in manifest.layers_of(media_type)[:1]:
-            (folder / file).symlink_to(store.blob_path(layer.digest))
-            sizes[file] = layer.size
-    return sizes
+    (folder / MANIFEST).parent.mkdir()
+    for file, layer in ollama_files(manifest):
+        if not is_valid_name(file):
+            raise UnsupportedSource(f"{name} has a layer of the type {quote(layer.media_type)}")
+        (folder / file).symlink_to(store.blob_path(layer.digest))
+        sizes[file] = layer.size
+    return SourceFile(MANIFEST, Path(store.manifest_path(name)), data), sizes

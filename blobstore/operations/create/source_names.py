@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
@@ -23,6 +22,8 @@ from blobstore.sources.hub import (
 from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from blobstore.sources.base import SourceOptions
 
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
@@ -31,7 +32,7 @@ _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
 def is_hub(source: str | os.PathLike[str]) -> bool:
     """Return whether a source is a repository of the Hub, and not a path."""
     text = os.fspath(source)
-    return is_hub_url(text) or (is_hub_id(text) and not Path(text).exists())
+    return is_hub_url(text) or (is_hub_id(text) and not os.path.exists(text))  # noqa: PTH110
 
 
 def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Reference:

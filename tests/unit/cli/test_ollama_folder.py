@@ -71,6 +71,13 @@ def test_a_model_is_split_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert "3 tensors" in run("create", "ollama://llama3:8b", "m", "--store", other).stdout
     run("export", "m", tmp_path / "out", "--store", other)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == GGUF_FILE
+    assert "ollama://llama3:8b" in run("info", "m", "--store", other).stdout
+    assert "from ollama://llama3:8b" in run("show", "m", "--source", "--store", other).stdout
+    given = run("export", "m", tmp_path / "back", "--layout", "ollama", "--store", other).stdout
+    assert "as in the source" in given
+    back = LocalStore(tmp_path / "back").read_manifest("m")
+    assert back == LocalStore(folder).read_manifest("llama3:8b")
+    run("export", "m", tmp_path / "back", "--layout", "ollama", "--single", exit_code=2)
     add_gguf_model(LocalStore(folder), "bad", gguf_file(tensors=[("x", F32, (2**59,), b"")]))
     done = run("create", "ollama://bad", "m", "--store", other, exit_code=4)
     assert "ollama-bad-latest-" in done.stderr

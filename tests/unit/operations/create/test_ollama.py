@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.core.digest import Digest
 from blobstore.errors import (
     InvalidReference,
     ModelNotFound,
@@ -18,13 +19,8 @@ from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all
 from blobstore.store.local import LocalStore
-from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, write_folder
-from tests.support.ollama_store import F32, GGUF_FILE, add_gguf_model
-
-PROJECTOR = gguf_file(
-    [("general.architecture", TEXT, text("clip"))], [("v.weight", F32, (2,), bytes(8))]
-)
+from tests.support.ollama_store import ADAPTER, GGUF_FILE, PROJECTOR, add_gguf_model
 
 
 @pytest.fixture
@@ -38,16 +34,57 @@ def ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
 def test_a_model_is_split_and_its_files_come_back(
     ollama: LocalStore, store: LocalStore, tmp_path: Path
 ) -> None:
-    add_gguf_model(ollama, "vision:8b", projector=PROJECTOR)
+    manifest = add_gguf_model(ollama, "vision:8b", projector=PROJECTOR)
     created = create("ollama://vision:8b", "m", store=store)
     assert created.tensors == 4
     assert len(store.resolve("m").layers_of(media_types.TENSOR)) == 4
-    blobstore.export("m", tmp_path / "out", store=store)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
+    out = tmp_path / "out"
+    blobstore.export("m", out, store=store)
+    assert {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file()
+    } == {
         "model.gguf": GGUF_FILE,
         "mmproj-model.gguf": PROJECTOR,
         "LICENSE": b"first license",
+        "LICENSE-2": b"second license",
+        "ollama/config.json": ollama.read_blob(manifest.config.digest, manifest.config.size),
+        "ollama/manifest.json": ollama.read_manifest("vision:8b"),
+        "ollama/params.json": b'{"stop":["<|end|>"]}\n',
+        "ollama/template": b"{{ .Prompt }}",
     }
+
+
+def test_the_source_is_the_model_of_ollama(ollama: LocalStore, store: LocalStore) -> None:
+    name = f"{'h' * 200}.example/{'n' * 70}/m:8b"
+    for copy, model in (("short", "vision:8b"), ("long", name)):
+        add_gguf_model(ollama, model)
+        create(f"ollama://{model}", copy, store=store)
+        source = blobstore.info(copy, store=store).source
+        assert source is not None
+        assert source.kind == f"ollama://{model}"[:255]
+
+
+@pytest.mark.parametrize(
+    ("media_type", "text"),
+    [
+        (media_types.SYSTEM, b"You are a pirate."),
+        (media_types.MESSAGES, b'[{"role":"user","content":"Hello"}]'),
+        (media_types.LICENSE, b"third license"),
+        (media_types.ADAPTER, ADAPTER),
+    ],
+)
+def test_models_that_differ_in_what_surrounds_the_weights_are_two(
+    ollama: LocalStore, store: LocalStore, media_type: str, text: bytes
+) -> None:
+    add_gguf_model(ollama, "plain")
+    add_gguf_model(ollama, "tuned", others={media_type: text})
+    plain = create("ollama://plain", "plain", store=store)
+    tuned = create("ollama://tuned", "tuned", store=store)
+    assert plain.digest != tuned.digest
+    kept = [file.size for file in store.resolve("tuned").layers if file.digest == Digest.of(text)]
+    assert media_type == media_types.ADAPTER or kept == [len(text)]
 
 
 def test_a_model_is_split_in_the_folder_itself(ollama: LocalStore) -> None:
@@ -81,7 +118,7 @@ def test_all_models_of_the_folder_get_the_names_that_they_have_there(
         (name, f"ollama://{name}") for name in ("dense:latest", "hf.co/org/tiny:Q4", "vision:8b")
     ]
     assert [model.source for model in planned] == [model.source for model in made]
-    assert "has 0 GGUF files" in str(made[0].error)
+    assert "is no model in GGUF files" in str(made[0].error)
     assert sorted(map(str, store.references())) == ["hf.co/org/tiny:Q4", "vision:8b"]
     with pytest.raises(UsageError, match="ollama://vision"):
         create_all("ollama://vision:8b", store=store)
@@ -96,7 +133,7 @@ def test_a_folder_without_models_is_an_error(ollama: LocalStore, store: LocalSto
 def test_other_models_are_refused(ollama: LocalStore, store: LocalStore, tmp_path: Path) -> None:
     add_gguf_model(ollama, "m")
     create(write_folder(tmp_path / "dense", dense_tensors()), "dense", store=ollama)
-    with pytest.raises(UnsupportedSource, match="dense:latest of .* has 0 GGUF files"):
+    with pytest.raises(UnsupportedSource, match="dense:latest of .* is no model in GGUF files"):
         create("ollama://dense", "m", store=store)
     with pytest.raises(ModelNotFound, match="other"):
         create("ollama://other", "m", store=store)
