@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +11,8 @@ from blobstore.core import strict_json
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
+from blobstore.folders.ollama import ollama_model
+from blobstore.models.contents import ModelContents
 from blobstore.registry.layouts.image import image_layers, plan_image
 from blobstore.registry.layouts.oci import plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
@@ -44,10 +47,13 @@ def plan_for_registry(
         RemoteRefused: a manifest would be larger than registries accept.
         UsageError: there is no such layout, or ``max_layers`` is too small.
     """
-    store.resolve(reference)
+    manifest = store.resolve(reference)
     data = store.read_manifest(reference)
     if layout == "ollama":
-        return plan_ollama(data)
+        found = ollama_model(store, ModelContents(store, manifest))
+        if found is None:
+            return plan_ollama(data)
+        return dataclasses.replace(plan_ollama(found.data), readers=found.readers)
     metadata = model_metadata(store, reference)
     if layout == "oci":
         return plan_oci(data, metadata, max_layers=max_layers)
@@ -64,8 +70,13 @@ def pushed_blobs(plan: RemotePlan, store: LocalStore) -> list[PushedBlob]:
         for digest, data in plan.made.items()
     ]
     if not plan.tars:
-        stored = (blob for blob in plan.blobs if blob.digest not in plan.made)
-        return made + [PushedBlob.of(blob, store) for blob in stored]
+        return made + [
+            PushedBlob(*blob.id, blob.media_type, plan.readers[blob.digest])
+            if blob.digest in plan.readers
+            else PushedBlob.of(blob, store)
+            for blob in plan.blobs
+            if blob.digest not in plan.made
+        ]
     return made + [
         PushedBlob(digest, tar.size, tar.files[-1].path, partial(tar.pieces, store.read_pieces))
         for digest, tar in plan.tars.items()

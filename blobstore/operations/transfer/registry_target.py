@@ -141,7 +141,9 @@ def open_registry(
             address.host, plain_http=http, limiter=limiter, part_size=part_size
         ) as client,
         # The name may be removed while its blobs are sent.
-        store.lease_if_writable(blob.digest for blob in plan.blobs),
+        store.lease_if_writable(
+            blob.digest for blob in (*plan.blobs, *store.resolve(reference).blobs)
+        ),
         contextlib.ExitStack() as uploads,
     ):
         cache = PushCache(store, address)

@@ -20,12 +20,14 @@ from blobstore.registry.layouts.tar import FolderFile
 from blobstore.registry.manifest import MAX_SIZE, RemoteManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Generator, Mapping
     from typing import Any
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.registry.layouts.tar import TarLayer
+
+    Pieces = Generator[bytes | memoryview, None, None]
 
 RemoteLayout = Literal["oci", "ollama", "image"]
 
@@ -90,6 +92,8 @@ class RemotePlan:
     """Blobs of the store, each once."""
     made: Mapping[Digest, bytes] = field(default_factory=dict, repr=False)
     """Blobs that only the registry has: configs, the local manifest, generated files."""
+    readers: Mapping[Digest, Callable[[], Pieces]] = field(default_factory=dict, repr=False)
+    """Return the bytes of blobs that are put together from those of the store."""
     tars: Mapping[Digest, TarLayer] = field(default_factory=dict, repr=False)
     """Tar layers, which have the blobs of the store as files; if there are any, blobs are not pushed."""
 

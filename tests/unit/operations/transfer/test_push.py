@@ -38,7 +38,7 @@ from blobstore.remotes.transfer_cache import PushCache
 from blobstore.store.local import LocalStore
 from blobstore.store.notes import pack, unpack
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
-from tests.support.ollama_store import add_gguf_model
+from tests.support.ollama_store import PROJECTOR, add_gguf_model
 from tests.support.options import grouped
 from tests.support.registry import Server, token_registry
 from tests.support.token_server import TokenServer
@@ -595,6 +595,22 @@ def test_a_gguf_model_of_ollama_is_pulled_from_every_layout(
     assert not blobstore.verify(store=other).faults
     with blobstore.open("gguf", store=other) as model:
         assert model.quantized["token_embd.weight"] == ("q8_0", 32)
+
+
+def test_a_model_imported_from_ollama_is_pushed_as_ollama_had_it(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ollama, store = LocalStore(tmp_path / "ollama"), LocalStore(tmp_path / "store")
+    monkeypatch.setenv("OLLAMA_MODELS", str(ollama.root))
+    add_gguf_model(ollama, "gguf", projector=PROJECTOR)
+    blobstore.create("ollama://gguf", "gguf", store=store)
+    registry = RegistryOptions(layout="ollama")
+    pushed = push(store, remote, "gguf", registry=registry, verify=True, cold=True)
+    assert pushed.digest == Digest.of(ollama.read_manifest("gguf"))
+    model, blobs = read_back(remote)
+    assert model.manifest == ollama.read_manifest("gguf")
+    assert blobs == {it.digest: ollama.read_blob(*it.id) for it in ollama.resolve("gguf").blobs}
+    assert push(store, remote, "gguf", registry=registry).bytes_sent == 0
 
 
 def test_a_registry_with_tokens_gets_a_model_and_mounts_its_blobs(
