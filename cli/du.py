@@ -20,7 +20,7 @@ Order = Literal["name", "size", "unique"]
 
 _HEADINGS = ("NAME", "ON DISK", "UNIQUE", "SHARED", "BLOBS")
 _SPACES = {
-    "bases": "bases of frozen blobs, in no model themselves",
+    "bases": "among these: bases of frozen blobs, in no model themselves",
     "unreferenced": 'blobs that no model needs; "blobstore gc" frees them',
     "foreign": "other files in the folder of blobs",
     "temporary": "temporary files",
@@ -46,8 +46,9 @@ def command(
 ) -> None:
     """Show the disk usage of the models NAME, or of all models, and of the whole store.
 
-    UNIQUE is the part that no other name needs; it is free once the name is removed and "blobstore
-    gc" has run. SHARED is the rest. Sizes are those of the files on disk. Blobs that are missing or
+    A model needs its blobs, and the bases that frozen ones were compressed against. UNIQUE is the
+    part that no other name needs; it is free once the name is removed and "blobstore gc" has run.
+    SHARED is the rest. Sizes are those of the files on disk. Blobs that are missing or
     have a wrong size are reported, and the exit code is then 4.
 
     If NAME is an address such as oci://host/repository:tag or s3://bucket/prefix/model, the size of

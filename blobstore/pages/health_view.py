@@ -57,7 +57,7 @@ def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
 
 def _has_garbage(usage: StoreUsage) -> bool:
     """Return whether gc may have more to remove than caches; gc reads all manifests once more."""
-    spaces = (usage.unreferenced, usage.bases, usage.temporary, usage.partial)
+    spaces = (usage.unreferenced, usage.temporary, usage.partial)
     return bool(usage.unreadable) or any(space.files for space in spaces)
 
 

@@ -25,7 +25,6 @@ _COLOURS = {
     "unique": "#4a80b8",
     "cold": "#a8c8e4",
     "shared": "#e6c27c",
-    "base": "#b9a0cc",
     "garbage": "#cc5a36",
     "other": "#bcc3c9",
 }
@@ -44,7 +43,7 @@ def store_picture(store: LocalStore) -> str:
     """Return a treemap of what a removal frees as HTML, or the error of reading the store."""
     try:
         disk = read_disk(store)
-        view = store_view(disk, usage_of(disk), disk.owners())
+        view = store_view(disk, usage_of(disk), disk.holders())
     except BlobstoreError as error:
         return f"<p>{_text(error)}</p>"
     totals, picture, models = view["totals"], view["freed"], view["models"]

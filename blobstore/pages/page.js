@@ -314,15 +314,15 @@
 
   const KINDS = {
     unique: "only in one model", cold: "only in one model, compressed", shared: "shared",
-    base: "bases of frozen blobs", garbage: "garbage", other: "other files",
+    garbage: "garbage", other: "other files",
   };
-  const SHORT = { shared: "shared", base: "bases", garbage: "garbage", other: "other" };
+  const SHORT = { shared: "shared", garbage: "garbage", other: "other" };
   VIEWS.store = {
     title: "Store",
     show(section) {
       const { totals, models } = DATA.store;
       section.append(...heading("What would a removal free?",
-        "Each area is space on disk. Blue areas are free once their model is removed and \u201cblobstore gc\u201d has run; shared areas only once every model that uses them is removed."));
+        "Each area is space on disk. Blue areas are free once their model is removed and \u201cblobstore gc\u201d has run; shared areas only once every model that needs them, as a base of frozen blobs or otherwise, is removed."));
       section.append(facts([
         ["on disk", bytes(totals.bytes_in_all)], ["models", number(totals.models)], ["blobs", number(totals.blobs)],
         ["without sharing", bytes(totals.bytes_without_sharing)],

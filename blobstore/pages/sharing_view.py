@@ -27,7 +27,7 @@ _LEAST_SHARE = 0.01
 """The share of the smaller model that two models of a family have in common."""
 
 
-def sharing_view(disk: StoreDisk, owners: Mapping[Digest, Sequence[int]]) -> dict[str, Any]:
+def sharing_view(disk: StoreDisk, holders: Mapping[Digest, Sequence[int]]) -> dict[str, Any]:
     """Return the models in the order of their families, the bytes that each two share, and the families.
 
     Row ``i`` of ``shared`` has the bytes that model ``i`` shares with ``i``, ``i + 1`` and so on, as
@@ -35,13 +35,13 @@ def sharing_view(disk: StoreDisk, owners: Mapping[Digest, Sequence[int]]) -> dic
     """
     import numpy as np
 
-    sizes = {name: disk.blobs.space(needed).size for name, needed in disk.needs.items()}
+    sizes = {name: disk.blobs.space(held).size for name, held in disk.holdings.of.items()}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
     kept = {name for name in largest if sizes[name]}
     names = [name for name in disk.entries if name in kept]
     places = {place: new for new, place in enumerate(_places(disk, kept))}
     sets: Counter[tuple[int, ...]] = Counter()
-    for digest, models in owners.items():
+    for digest, models in holders.items():
         sets[tuple(models)] += disk.blobs.sizes.get(digest, 0)
     if len(places) < len(disk.entries):
         every, sets = sets, Counter()
@@ -52,11 +52,7 @@ def sharing_view(disk: StoreDisk, owners: Mapping[Digest, Sequence[int]]) -> dic
     for group, size in sets.items():
         shared[np.ix_(group, group)] += size
     bases = disk.store.cold_index.known(
-        {
-            digest: status
-            for digest, status in disk.store.cold_files().items()
-            if digest in disk.uses
-        }
+        {digest: status for digest, status in disk.store.cold_files().items() if digest in holders}
     )
     families = _families(sets, [sizes[name] for name in names])
     order = [place for family in families for place in family]

@@ -25,7 +25,6 @@ _MAX_MEMBERS = 50
 _SHAPES = {"wide": Rectangle(0, 0, 2000, 1000), "tall": Rectangle(0, 0, 800, 1000)}
 """The shapes of windows that layouts are computed for; the script stretches them to fit."""
 _REST = {
-    "bases": ("base", "bases of frozen blobs, in no model themselves"),
     "unreferenced": ("garbage", "blobs that no model needs"),
     "foreign": ("other", "other files in the folder of blobs"),
     "temporary": ("other", "temporary files"),
@@ -40,7 +39,7 @@ class Cell(NamedTuple):
     """A rectangle of the treemap."""
 
     kind: str
-    """``unique``, ``cold`` (unique and compressed), ``shared``, ``base``, ``garbage`` or ``other``."""
+    """``unique``, ``cold`` (unique and compressed), ``shared``, ``garbage`` or ``other``."""
     model: int
     """The position of the model in the list; -1 for a cell of no single model."""
     size: int
@@ -53,11 +52,11 @@ class Cell(NamedTuple):
 
 
 def store_view(
-    disk: StoreDisk, usage: StoreUsage, owners: Mapping[Digest, Sequence[int]]
+    disk: StoreDisk, usage: StoreUsage, holders: Mapping[Digest, Sequence[int]]
 ) -> dict[str, Any]:
     """Return the totals of the store, its models, and the cells and layouts of its treemap."""
-    freed = _freed_groups(disk, usage, owners)
-    size = _size_groups(disk, owners, len(usage.models))
+    freed = _freed_groups(disk, usage, holders)
+    size = _size_groups(disk, holders, len(usage.models))
     return {
         "totals": _totals(usage),
         "models": [
@@ -95,16 +94,16 @@ def _totals(usage: StoreUsage) -> dict[str, Any]:
 
 
 def _freed_groups(
-    disk: StoreDisk, usage: StoreUsage, owners: Mapping[Digest, Sequence[int]]
+    disk: StoreDisk, usage: StoreUsage, holders: Mapping[Digest, Sequence[int]]
 ) -> list[list[Cell]]:
     """Return the cells of each model, those of sets of models, and those of everything else."""
     unique: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     sets: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for digest, models in owners.items():
+    for digest, models in holders.items():
         size = disk.blobs.sizes.get(digest)
         if size is None:
             continue
-        if len(models) == 1:
+        if disk.holdings.counts[digest] == 1:
             kind = "cold" if digest in disk.blobs.cold else "unique"
             unique[models[0]][kind].append(size)
         else:
@@ -115,7 +114,7 @@ def _freed_groups(
     ]
     ordered = sorted(sets.items(), key=lambda item: -sum(item[1]))
     shared = [
-        Cell("shared", -1, sum(sizes), len(sizes), f"shared by {len(models)} models", models)
+        Cell("shared", -1, sum(sizes), len(sizes), _label(len(models)), models)
         for models, sizes in ordered[:_MAX_SETS]
     ]
     if rest := [size for _, sizes in ordered[_MAX_SETS:] for size in sizes]:
@@ -130,13 +129,17 @@ def _freed_groups(
     return [group for group in (*groups, shared, others) if group]
 
 
+def _label(models: int) -> str:
+    return f"shared by {models} models" if models > 1 else "shared with the cache of remote models"
+
+
 def _size_groups(
-    disk: StoreDisk, owners: Mapping[Digest, Sequence[int]], count: int
+    disk: StoreDisk, holders: Mapping[Digest, Sequence[int]], count: int
 ) -> list[list[Cell]]:
     """Return the cells of each model, with all of its blobs."""
     found: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(count)]
     cold = disk.blobs.cold
-    for digest, models in owners.items():
+    for digest, models in holders.items():
         size = disk.blobs.sizes.get(digest)
         if size is None:
             continue

@@ -107,7 +107,7 @@ def _page_data(
 ) -> dict[str, Any]:
     disk = read_disk(store)
     usage = usage_of(disk)
-    owners = disk.owners()
+    holders = disk.holders()
     parents = find_parents(disk)
     chosen = chosen_models(disk, references)
     measured: dict[Reference, dict[str, Measurement]] = {}
@@ -120,10 +120,10 @@ def _page_data(
     return {
         "written": int(time.time()),
         "root": shown(store.root.name or store.root),
-        "store": store_view(disk, usage, owners),
-        "sharing": sharing_view(disk, owners),
+        "store": store_view(disk, usage, holders),
+        "sharing": sharing_view(disk, holders),
         "family": family_view(disk, parents, find_delta_bases(disk, parents)),
-        "model": model_views(disk, chosen, parents, measured, owners),
+        "model": model_views(disk, chosen, parents, measured, disk.owners()),
         "health": health_view(disk, usage),
     }
 

@@ -23,7 +23,7 @@ MEGA = 10**6
 def stored_bytes(store: blobstore.LocalStore) -> int:
     """Return the bytes of blobs, compressed or not."""
     usage = blobstore.du(store=store)
-    return usage.referenced.size + usage.bases.size
+    return usage.referenced.size
 
 
 def main() -> None:

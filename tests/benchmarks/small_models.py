@@ -82,7 +82,7 @@ def main() -> None:
 
         def stored() -> int:
             usage = blobstore.du(store=store)
-            return usage.referenced.size + usage.bases.size
+            return usage.referenced.size
 
         def pack() -> None:
             blobstore.pack(names, archive, store=store, overwrite=True)

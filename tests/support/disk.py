@@ -15,13 +15,13 @@ def measured(store: LocalStore) -> tuple[StoreDisk, StoreUsage]:
     return disk, usage_of(disk)
 
 
-def owned(store: LocalStore) -> tuple[StoreDisk, StoreUsage, Mapping[Digest, list[int]]]:
-    """Read a store, measure it, and list the owners of its blobs."""
+def held(store: LocalStore) -> tuple[StoreDisk, StoreUsage, Mapping[Digest, list[int]]]:
+    """Read a store, measure it, and list the names that keep each blob."""
     disk, usage = measured(store)
-    return disk, usage, disk.owners()
+    return disk, usage, disk.holders()
 
 
 def shared_by(store: LocalStore) -> tuple[StoreDisk, Mapping[Digest, list[int]]]:
-    """Read a store, and list the owners of its blobs."""
+    """Read a store, and list the names that keep each blob."""
     disk = read_disk(store)
-    return disk, disk.owners()
+    return disk, disk.holders()

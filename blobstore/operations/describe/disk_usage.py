@@ -17,6 +17,7 @@ from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.scan import digest_of, walk_files
@@ -42,15 +43,15 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUsage:
-    """The disk usage of a model. Each blob counts once; the config is included."""
+    """The disk usage of a model. Each blob counts once; the config and bases of frozen blobs are included."""
 
     reference: Reference
     blobs: int
     """Blobs in the manifest."""
     size: int
-    """Bytes of the blobs that exist."""
+    """Bytes of the blobs that exist, and of the bases that they are deltas against."""
     unique: int
-    """Bytes of the blobs that no other name needs; they are freed once the name is removed."""
+    """Bytes of those that nothing else needs; they are freed once the name is removed."""
     faults: tuple[BlobstoreError, ...]
     """Errors of blobs that are missing, have a wrong size, or are not regular files."""
     error: BlobstoreError | None
@@ -58,7 +59,7 @@ class ModelUsage:
 
     @property
     def shared(self) -> int:
-        """Bytes of the blobs that other names need too."""
+        """Bytes of those that other names need too."""
         return self.size - self.unique
 
 
@@ -69,9 +70,9 @@ class StoreUsage:
     models: tuple[ModelUsage, ...]
     """The requested models."""
     together: Space
-    """The blobs of the requested models, each once."""
+    """The blobs of the requested models and their bases, each once."""
     together_unique: Space
-    """The blobs among these that no other name needs."""
+    """The blobs among these that nothing else needs; they are freed once all of the names are removed."""
     cold: Space
     """Cold blobs, including those with a hot file. They also count in the other spaces."""
     saved: int
@@ -81,13 +82,13 @@ class StoreUsage:
     unreadable: tuple[BlobstoreError, ...]
     """Errors of manifests of the whole store. Their blobs count as unreferenced."""
     referenced: Space
-    """Blobs that manifests reference."""
+    """Blobs that manifests reference, and their bases."""
     without_sharing: int
-    """Bytes that the referenced blobs would take if every name had its own copy."""
+    """Bytes that these would take if every name had its own copy."""
     bases: Space
-    """Unreferenced blobs that are bases of referenced ones."""
+    """Bases among these that no manifest references. They also count in ``referenced``."""
     unreferenced: Space
-    """Other unreferenced blobs: garbage, unless a process is about to use them."""
+    """Other blobs: garbage, unless a process is about to use them."""
     foreign: Space
     """Files in the folder of blobs that are not blobs, such as unfinished downloads of Ollama."""
     manifests: Space
@@ -98,12 +99,12 @@ class StoreUsage:
     quarantine: Space
     """Damaged files that were replaced."""
     caches: Space
-    """The header index, verification results and leases."""
+    """The header index, verification results, leases, and blobs of remote models alone."""
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        blobs = (self.referenced, self.bases, self.unreferenced, self.foreign)
+        blobs = (self.referenced, self.unreferenced, self.foreign)
         others = (self.manifests, self.temporary, self.partial, self.quarantine, self.caches)
         return sum(space.size for space in blobs + others)
 
@@ -115,8 +116,7 @@ class StoreUsage:
     @property
     def hot(self) -> int:
         """Bytes of hot blobs."""
-        every = self.referenced.size + self.bases.size + self.unreferenced.size
-        return every - self.cold.size
+        return self.referenced.size + self.unreferenced.size - self.cold.size
 
     @property
     def saved_share(self) -> float | None:
@@ -153,16 +153,22 @@ class StoreDisk(NamedTuple):
     entries: Mapping[Reference, CatalogEntry]
     needs: Mapping[Reference, Mapping[Digest, int]]
     """The blobs of each manifest with their sizes in it; none if it cannot be read."""
-    uses: Mapping[Digest, int]
-    """The number of names that need each blob."""
+    holdings: Holdings
     blobs: DiskBlobs
 
     def owners(self) -> dict[Digest, list[int]]:
-        """Return the positions in :attr:`entries` of the names that need each blob."""
-        found: dict[Digest, list[int]] = {digest: [] for digest in self.uses}
-        for place, needed in enumerate(self.needs.values()):
-            for digest in needed:
-                found[digest].append(place)
+        """Return the positions in :attr:`entries` of the names whose manifests list each blob."""
+        return self._places(self.needs)
+
+    def holders(self) -> dict[Digest, list[int]]:
+        """Return the positions of the names that keep each blob, those that need it as a base included."""
+        return self._places(self.holdings.of)
+
+    def _places(self, blobs_of: Mapping[Reference, Iterable[Digest]]) -> dict[Digest, list[int]]:
+        found: dict[Digest, list[int]] = {}
+        for place, name in enumerate(self.entries):
+            for digest in blobs_of[name]:
+                found.setdefault(digest, []).append(place)
         return found
 
 
@@ -174,20 +180,17 @@ def read_disk(store: LocalStore) -> StoreDisk:
     """
     entries = {entry.reference: entry for entry in read_catalog(store)}
     needs = {name: entry.blobs for name, entry in entries.items()}
-    uses = Counter(itertools.chain.from_iterable(needs.values()))
+    holdings = Holdings(store, entries.values())
     blobs = _measure_blobs(store, _expected_sizes(needs.values()))
-    return StoreDisk(store, entries, needs, uses, blobs)
+    return StoreDisk(store, entries, needs, holdings, blobs)
 
 
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
     """Return the disk usage of some models, or all, of a store that was read."""
-    store, entries, needs, uses, blobs = disk
+    store, entries, needs, holdings, blobs = disk
     chosen = [entries[name] for name in references or entries if name in entries]
-    together = uses
-    if references:
-        together = Counter(
-            itertools.chain.from_iterable(needs[entry.reference] for entry in chosen)
-        )
+    held = set().union(*holdings.of.values())
+    together = set().union(*(holdings.of[entry.reference] for entry in chosen))
     downloads: list[int] = []
     locks: list[int] = []
     for entry, status in _files(store.folder("partial")):
@@ -200,8 +203,8 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
             ModelUsage(
                 reference=entry.reference,
                 blobs=len(needed),
-                size=blobs.space(needed).size,
-                unique=blobs.space(it for it in needed if uses[it] == 1).size,
+                size=blobs.space(holdings.of[entry.reference]).size,
+                unique=blobs.space(holdings.freed([entry.reference])).size,
                 faults=tuple(_faults(store, blobs, needed)),
                 error=entry.error,
             )
@@ -209,21 +212,27 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
             for needed in [needs[entry.reference]]
         ),
         together=blobs.space(together),
-        together_unique=blobs.space(it for it, count in together.items() if count == uses[it]),
+        together_unique=blobs.space(holdings.freed(entry.reference for entry in chosen)),
         cold=_total(blobs.cold.values()),
         saved=blobs.saved,
         names=len(entries),
         unreadable=tuple(entry.error for entry in entries.values() if entry.error is not None),
-        referenced=blobs.space(uses),
-        without_sharing=sum(blobs.sizes.get(digest, 0) * count for digest, count in uses.items()),
-        bases=blobs.space(blobs.bases - uses.keys()),
-        unreferenced=blobs.space(blobs.sizes.keys() - uses.keys() - blobs.bases),
+        referenced=blobs.space(held),
+        without_sharing=sum(blobs.space(held).size for held in holdings.of.values()),
+        bases=blobs.space(held.difference(*needs.values())),
+        unreferenced=blobs.space(blobs.sizes.keys() - holdings.counts.keys()),
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),
         temporary=_space_of(parts["temporary"]),
         partial=_total(downloads),
         quarantine=_space_of(parts["quarantine"]),
-        caches=_total([*_sizes(store.folder("headers").parent, parts.values()), *locks]),
+        caches=_total(
+            [
+                *_sizes(store.folder("headers").parent, parts.values()),
+                *locks,
+                *(blobs.sizes.get(digest, 0) for digest in holdings.cached - held),
+            ]
+        ),
     )
 
 
@@ -235,8 +244,6 @@ class DiskBlobs(NamedTuple):
     cold: Mapping[Digest, int]
     """Bytes of the cold blobs, and of bases whose hot file is gone."""
     saved: int
-    bases: AbstractSet[Digest]
-    """The bases of referenced delta-encoded blobs."""
     doubtful: AbstractSet[Digest]
     """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
@@ -276,14 +283,11 @@ def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> 
             cold[digest] = cold.get(digest, 0) + status.st_size
     sizes = hot | {digest: hot.get(digest, 0) + size for digest, size in cold.items()}
     saved = 0
-    bases = set()
     intact = {}
     for digest, status in cold_files.items():
         with contextlib.suppress(BlobstoreError):  # reported with the model that needs it
             base = store.base_of(digest, status)
             size = expected.get(digest)
-            if base is not None and digest in expected:
-                bases.add(base)
             if digest not in hot:
                 if size is None or not store.cold_index.has(digest, status):
                     size = store.open_cold(digest).size
@@ -295,7 +299,7 @@ def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> 
         for digest, size in expected.items()
         if size is None or size != (intact if digest in cold else sizes).get(digest)
     }
-    return DiskBlobs(sizes, cold, saved, bases, doubtful, foreign)
+    return DiskBlobs(sizes, cold, saved, doubtful, foreign)
 
 
 def _faults(

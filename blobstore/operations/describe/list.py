@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.errors import Damaged
 from blobstore.models.published import published_scheme
 from blobstore.store.catalog import read_catalog
+from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ListedModel:
     size: int = 0
     """Bytes of the model's blobs, config included."""
     shared: int = 0
-    """Bytes of the blobs that other names use too."""
+    """Bytes of the blobs that other names need too, as bases of frozen blobs or otherwise."""
     frozen: int = 0
     """Bytes of the blobs that are only cold, before compression."""
     published_scheme: str | None = None
@@ -66,7 +66,7 @@ def list_models(
     """
     store = LocalStore.of(store)
     entries = list(read_catalog(store, on_error=on_error))
-    uses = Counter(digest for entry in entries for digest in entry.blobs)
+    holders = Holdings(store, entries).counts
     frozen = store.frozen()
     return tuple(
         ListedModel(
@@ -74,7 +74,7 @@ def list_models(
             modified=entry.modified,
             digest=entry.digest,
             size=sum(entry.blobs.values()),
-            shared=sum(size for digest, size in entry.blobs.items() if uses[digest] > 1),
+            shared=sum(size for digest, size in entry.blobs.items() if holders[digest] > 1),
             frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
             published_scheme=(published_scheme(store, entry.manifest) or None)
             if entry.manifest

@@ -21,6 +21,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import ABSENT
 from blobstore.store.partial import FULL
@@ -219,38 +220,38 @@ def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Catal
 
 def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
     """Return the blobs that would be garbage without these names."""
-    garbage = {digest for entry in entries for digest in entry.blobs}
     gone = {entry.reference for entry in entries}
-    others = [other for other in read_catalog(store) if other.reference not in gone]
-    for other in others:
-        garbage -= other.blobs.keys()
-    cold = store.cold_files()
-    # Only cold blobs that stay need their bases.
-    left = {digest: status for digest, status in cold.items() if digest not in garbage}
-    coded = store.cold_bases(left) if garbage else {}
-    coded = {digest: base for digest, base in coded.items() if base in garbage}
-    bases = set(coded.values())
-    files = [found for digest in garbage - bases if (found := _files(store, digest))]
-    kept = [sum(item.st_size for item in _files(store, digest)) for digest in bases]
+    every = list(read_catalog(store))
+    others = [other for other in every if other.reference not in gone]
+    holdings = Holdings(store, every)
+    kept = {other.reference: holdings.of[other.reference] for other in others}
+    # Blobs of these names that stay only because others are deltas against them.
+    bases = (
+        set()
+        .union(*kept.values())
+        .intersection(*[set().union(*(entry.blobs for entry in entries))])
+    )
+    bases = bases.difference(*(other.blobs for other in others))
+    files = [found for digest in holdings.freed(gone) if (found := _files(store, digest))]
+    sizes = [sum(item.st_size for item in _files(store, digest)) for digest in bases]
     return RemovedModels(
         names=tuple(entries),
         blobs=len(files),
         size=sum(item.st_size for found in files for item in found),
         removable=max((item.st_mtime + GRACE for found in files for item in found), default=0),
         is_last=not others,
-        bases=sum(size > 0 for size in kept),
-        bases_size=sum(kept),
-        coded=tuple(
-            other.reference for other in others if not coded.keys().isdisjoint(other.blobs)
-        ),
+        bases=sum(size > 0 for size in sizes),
+        bases_size=sum(sizes),
+        coded=tuple(name for name, held in kept.items() if not bases.isdisjoint(held)),
         unreadable=tuple(other for other in others if other.error is not None),
     )
 
 
 def _files(store: LocalStore, digest: Digest) -> list[os.stat_result]:
-    """Return the status of a blob's hot and cold files, of those that exist."""
+    """Return the status of those files of a blob that exist; two names of one file count once."""
     found = []
-    for path in (store.blob_path(digest), store.cold_path(digest)):
+    hot = store.blob_path(digest)
+    for path in (hot if os.path.lexists(hot) else store.base_path(digest), store.cold_path(digest)):
         with contextlib.suppress(OSError):
             found.append(os.lstat(path))
     return found

@@ -72,7 +72,7 @@ def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> 
     freeze_models(["ft"], base="base", store=store)
 
     disk = read_disk(store)
-    (family,) = sharing_view(disk, disk.owners())["families"]
+    (family,) = sharing_view(disk, disk.holders())["families"]
 
     assert family["columns"] == [0, 1, 2]
     row = family["cells"][family["models"].index("ft:latest")]
@@ -81,6 +81,18 @@ def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> 
     assert kinds[1] == [False, True, False]
     assert kinds[2][0] is False
     assert row[1][1] < len(changed[names[1]]) / 2
+
+
+def test_a_base_is_shared_with_what_is_a_delta_against_it(store: LocalStore) -> None:
+    add_blobs(store, "base", {"w": layer("w", weights(1))})
+    add_blobs(store, "ft", {"w": layer("w", tuned(7, 1))})
+    freeze_models(["ft"], base="base", store=store)
+
+    view = sharing_view(*shared_by(store))
+
+    size = store.resolve("base").layers[0].size
+    assert matrix(view)["base:latest", "ft:latest"] >= size
+    assert sorted(view["families"][0]["models"]) == ["base:latest", "ft:latest"]
 
 
 def test_only_the_largest_models_are_in_the_matrix(
