@@ -165,8 +165,6 @@ def command(
     with _advising(source, store), progress_bar() as progress:
         created = create(source, name, store=store, progress=progress, **choices)
     output.show_note(*created.notices)
-    if sum(notice.startswith("left out: folder") for notice in created.notices) > 1:
-        output.show_note("if these folders are models, 'blobstore create --all' imports each")
     replaced = ", which was the name of another model" if created.replaced else ""
     out.result(
         output.record(created, f"name=reference {_CREATED_FIELDS}"),

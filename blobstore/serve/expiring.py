@@ -1,4 +1,4 @@
-"""Values that hold for a while, of which so many are kept at most: strangers can cause any number of them."""
+"""A bounded dictionary of values that expire, for what strangers can cause any number of."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _Value = TypeVar("_Value")
 
 
 class Expiring(Generic[_Key, _Value]):
-    """A dictionary that forgets. Threads may share it."""
+    """A dictionary whose values expire. Threads may share it."""
 
     def __init__(self, most: int) -> None:
-        """Know nothing. If there are ``most`` values, all are forgotten for the next."""
+        """Start empty. If there are ``most`` values, all are forgotten before the next."""
         self._most = most
         self._values: dict[_Key, tuple[_Value, float]] = {}
 
@@ -21,16 +21,16 @@ class Expiring(Generic[_Key, _Value]):
         return len(self._values)
 
     def get(self, key: _Key) -> _Value | None:
-        """Return the value of a key; None if there is none, or none that holds any more."""
+        """Return the value of a key, or None if there is none or it has expired."""
         value, until = self._values.get(key, (None, 0.0))
         return value if time.monotonic() < until else None
 
     def set(self, key: _Key, value: _Value, seconds: float) -> None:
-        """Note a value, which holds for some seconds."""
+        """Note a value, which expires after some seconds."""
         if len(self._values) >= self._most:
             self._values.clear()
         self._values[key] = value, time.monotonic() + seconds
 
     def pop(self, key: _Key) -> _Value | None:
-        """Forget the value of a key, and return it; None if there is none, even if it holds no more."""
+        """Forget the value of a key and return it, expired or not; None if there is none."""
         return self._values.pop(key, (None, 0.0))[0]

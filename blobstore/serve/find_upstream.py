@@ -47,7 +47,7 @@ class FoundAt(NamedTuple):
 
     @property
     def giver(self) -> str:
-        """Who has said this: the upstream, or the URL of a peer."""
+        """The source of this answer: the upstream, or the URL of a peer."""
         return self.peer.name if self.is_peer and self.peer else UPSTREAM
 
     def client(self, patience: Patience | None = None) -> UpstreamClient:

@@ -143,7 +143,7 @@ class Library:
         )
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return the model that a name in the store has now, or None if there is none.
+        """Return the model that a name stands for in the store, or None if there is none.
 
         Raises:
             NotPrepared: it was not asked for since it changed.

@@ -15,20 +15,28 @@ if TYPE_CHECKING:
     from blobstore.sources.versions import SourceVersions
 
 KEPT_FILES = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.spm",
-    "*.py",
-    "*.md",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    # Configs, labels and code, which is never executed.
+    *("*.json", "*.jinja", "*.txt", "*.txt.gz", "*.py", "*.csv", "*.tsv"),
+    *("*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini"),
+    # Tokenizers.
+    *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
+    # Voices of text-to-speech models, without which they do not load.
+    *("spk_dict.pt", "spk2info.pt", "speakers*.pt", "speakers*.pth"),
+    # Texts for people.
+    *(
+        "*.md",
+        "*.rst",
+        "*.cff",
+        "LICENSE*",
+        "LICENCE*",
+        "License*",
+        "Licence*",
+        "COPYING*",
+        "COPYRIGHT*",
+    ),
+    *("NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
 )
-"""Patterns of the small files that runtimes or users need. Code is kept, and never executed."""
+"""Patterns of the small files that runtimes or users need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,11 @@ class FileTree:
                         names.add(last)
                 name = folder
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are those of a folder on the disk."""
+        return self._folder is not None
+
     def label(self, name: str = "") -> str:
         """Return the quoted name of a file, or of the folder itself, for messages."""
         return quote(f"{self._label}/{name}".removesuffix("/"))

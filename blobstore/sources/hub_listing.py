@@ -196,7 +196,7 @@ class _Hub:
         from huggingface_hub import constants
 
         # The client documents these, but marks nothing in this module as exported.
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not in __all__
             build_hf_headers,
             get_session,
             hf_raise_for_status,
@@ -234,7 +234,7 @@ def first_bytes(repo: str, commit: str, name: str) -> bytes | None:
         httpx2.HTTPError, OSError: the Hub cannot be reached.
     """
     from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]  # not in __all__
 
     headers = build_hf_headers() | {"Range": f"bytes=0-{HEAD - 1}", "Accept-Encoding": "identity"}
     url, timeout = hf_hub_url(repo, name, revision=commit), constants.HF_HUB_ETAG_TIMEOUT
@@ -256,7 +256,7 @@ def first_bytes(repo: str, commit: str, name: str) -> bytes | None:
 
 def retry_after(headers: Any, default: float = 0) -> float:
     """Return for how many seconds a server asks its client to wait."""
-    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]  # not in __all__
 
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
@@ -322,15 +322,17 @@ def _tree_path(snapshot: Path) -> Path:
 def files_in_snapshot(snapshot: Path) -> Listing:
     """Return the files of a snapshot with the digests by which the client named them.
 
-    Without links, as on file systems that have none, the digests are not known.
+    Without links, as on file systems that have none, the digests are not known. A broken link is listed as an
+    empty file, and checking it fails.
     """
     found = {}
     for path in sorted(snapshot.rglob("*")):
         target = Path(os.path.realpath(path))
         name, digest = path.relative_to(snapshot).as_posix(), target.name
         algorithm = next((a for a, form in DIGESTS.items() if form.fullmatch(digest)), "")
-        if target.is_file():
-            found[name] = ListedFile(name, target.stat().st_size, algorithm, digest)
+        if not target.is_dir():
+            size = target.stat().st_size if target.is_file() else 0
+            found[name] = ListedFile(name, size, algorithm, digest)
     return found
 
 

@@ -8,7 +8,9 @@ same decision holds for a folder and for the listing of a Hub repository that is
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -23,16 +25,17 @@ from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.gguf import GGUF
 from blobstore.sources.gguf_models import choose_gguf, gguf_files
-from blobstore.sources.parts import DATA_FILE, check_finished, check_whole
+from blobstore.sources.parts import check_finished, check_whole
 from blobstore.sources.safetensors import SAFETENSORS
 from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, keeping, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
+    counted,
     is_kept,
     is_weight_index,
+    left_out,
     matching_files,
     small_files,
-    unusable_name,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +53,9 @@ _STEMS = {
 _ADAPTERS = "adapters.safetensors"
 _ADAPTERS_OF_STEP = re.compile(rf"[0-9]+_{re.escape(_ADAPTERS)}")
 """Matches the files that mlx-lm saves next to its adapters while it trains them."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTER = re.compile(r"[^/]*(adapter|lora)[^/]*", re.IGNORECASE)
+"""Matches the names of weights that :data:`_ADAPTER_CONFIG` describes."""
 _EXTRA_FOLDERS = ("additional_chat_templates",)
 _MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 _TRAINING_STATE = re.compile(
@@ -126,27 +132,41 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
         selection.indexes.extend(_unfollowed_indexes(tree, weights, kept, selection.notices))
     used = selection.weight_names()
     small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
-    files = set(small_files(tree, (name for name in small if name not in kept), selection.notices))
+    unused = (name for name in small if name not in kept and name not in used)
+    files = set(small_files(tree, unused, selection.notices))
+    for config in sorted(filter(partial(_lacks_adapter, used | kept), files)):
+        files.remove(config)
+        selection.notices.append(
+            f"left out: {tree.label(config)}, since its adapter is not imported"
+        )
     if not any(part.files for part in selection.weights) and not kept:
         raise _no_weights(tree, options.weights)
     for part in listed:
         selection.notices.extend(_check_has_weights(tree, part, kept))
     selection.files = sorted(files | kept)
     selection.notices.extend(check_finished(tree, {*used, *selection.files}, would_be_imported))
-    selection.notices.extend(
-        f"left out: {tree.label(name)}; choose other weights with --weights"
-        for part in selection.weights
-        for name in part.others
-        if name not in kept
-    )
-    stored = (*used, *selection.files)
+    others = [name for part in selection.weights for name in part.others if name not in kept]
+    if others:
+        selection.notices.append(
+            f"left out: {counted(tree, others, 'weight file')}; choose other weights with --weights"
+        )
+    stored = {*used, *selection.files}
     selection.notices.extend(
         f"no file of {tree.label()} matches --keep {quote(pattern)}"
         for pattern in options.keep
         if not any(glob_matches(name, pattern) for name in stored)
     )
-    selection.notices.extend(_left_out(tree, folders, used | kept, options))
+    selection.notices.extend(left_out(tree, stored.union(others), options.keep, selection.notices))
+    if model := next(_other_models(tree, stored), None):
+        selection.notices.append(
+            f"if {quote(model)} is a model too, 'blobstore create {shell_word(model)}' imports it"
+        )
     return selection
+
+
+def _has_no_model(name: str) -> bool:
+    """Return whether a checkpoint, by its name, has no model. It is read only if it is named exactly."""
+    return is_kept(name) or _TRAINING_STATE.fullmatch(name) is not None
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -232,7 +252,7 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
         DamagedSource: it needs weights and has none.
     """
     folder = part.folder
-    names = [name for name in tree.entries(folder) if not _TRAINING_STATE.fullmatch(name)]
+    names = [name for name in tree.entries(folder) if not _has_no_model(name)]
     if any(name.endswith(WEIGHTS) for name in names):
         return
     if _WITHOUT_WEIGHTS.fullmatch(part.class_name) or any(
@@ -318,9 +338,7 @@ def _unfollowed_indexes(
             continue
         size = tree.size(name)
         ending = SAFETENSORS if f"{SAFETENSORS}." in index else ".bin"
-        others = (
-            it for it in left_out if it.endswith(ending) and not _TRAINING_STATE.fullmatch(it)
-        )
+        others = (it for it in left_out if it.endswith(ending) and not _has_no_model(it))
         if any(others):  # it may name them
             notices.append(f"left out: {tree.label(name)}; choose other weights with --weights")
         elif size is None or size > MAX_SMALL_FILE or not is_safe_name(name):
@@ -340,7 +358,7 @@ def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[s
             name
             for name in every
             if name.endswith(endings)
-            and (options.weights is not None or not _TRAINING_STATE.fullmatch(name))
+            and (options.weights is not None or not _has_no_model(name))
             and not _is_kept_whole(tree, joined(folder, name), options)
         ]
     return names
@@ -435,7 +453,7 @@ def _choose_by(
     chosen = {
         name
         for name in names
-        if glob_matches(name, weights) and (name == weights or not _TRAINING_STATE.fullmatch(name))
+        if glob_matches(name, weights) and (name == weights or not _has_no_model(name))
     }
     for index in indexes:
         mapped = _mapped(tree, folder, index)
@@ -480,27 +498,23 @@ def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:
         )
 
 
-def _left_out(
-    tree: FileTree, known: Sequence[str], used: set[str], options: SourceOptions
-) -> Iterator[str]:
-    """Yield a notice for each folder, weight file and unusable name of the folder that is left out."""
-    weights = {*used, *_weight_files(tree, "", options)}
-    for name in tree.entries():
-        if tree.is_folder(name):
-            below = {file for file in used if file.startswith(f"{name}/")}
-            is_kept = below and below >= {*tree.files_below(name)}
-            if not is_kept and name not in known and not name.startswith("."):
-                yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
-        elif (name.endswith(WEIGHTS[1:]) or kind_of_name(name)) and name not in weights:
-            yield f"left out: {tree.label(name)}, not part of the model's weights"
-        elif notice := unusable_name(tree, name, options.keep):
-            yield notice
-    pieces = [name for name in tree.entries() if name.endswith(DATA_FILE) and name not in used]
-    if pieces:
-        yield (
-            f"left out: {join_some([*map(quote, pieces)], 5)}, a checkpoint of "
-            "torch.distributed.checkpoint next to the model"
-        )
+def _lacks_adapter(used: Collection[str], name: str) -> bool:
+    """Return whether a file is the config of an adapter that is not imported. Libraries would look for it."""
+    folder, _, last = name.rpartition("/")
+    return last == _ADAPTER_CONFIG and not any(
+        it.rpartition("/")[0] == folder and _OF_ADAPTER.fullmatch(it.rpartition("/")[2])
+        for it in used
+    )
+
+
+def _other_models(tree: FileTree, stored: Collection[str]) -> Iterator[str]:
+    """Yield the paths of the folders of which nothing is read and that have weights."""
+    for name in tree.entries() if tree.is_local else ():
+        is_read = any(file.startswith(f"{name}/") for file in stored)
+        if not is_read and not name.startswith(".") and tree.is_folder(name):
+            with suppress(OSError, SourceError):
+                if any(it.endswith(WEIGHTS) and not _has_no_model(it) for it in tree.entries(name)):
+                    yield str(tree.root / name)
 
 
 def _other_kind(tree: FileTree, name: str) -> FileKind | None:

@@ -254,6 +254,7 @@ def read_weight_map(index: Path, opener: Opener = open_regular) -> dict[str, str
             f"weight index {quote(index)} has no 'weight_map' from tensor to file names"
         )
     ending = ".bin" if ".bin." in index.name else SAFETENSORS
+    weight_map = {name: file.removeprefix("./") for name, file in weight_map.items()}
     for name, file in weight_map.items():
         if "/" in file or "\\" in file or "\0" in file or not file.endswith(ending):
             raise DamagedSource(

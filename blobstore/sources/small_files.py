@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, shell_word
 from blobstore.core.globs import any_glob_matches
-from blobstore.manifests.file_names import is_valid_name, is_valid_part
+from blobstore.manifests.file_names import is_valid_name
 from blobstore.sources.base import KEPT_FILES
+from blobstore.sources.file_tree import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from blobstore.sources.file_tree import FileTree
 
 MAX_SMALL_FILE = 64 * 2**20
 _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
+_OF_PROGRAMS = (".*", "__pycache__", "Thumbs.db", "desktop.ini")
+"""Patterns of files and folders of git, downloaders and operating systems, which nobody misses."""
+_SHOWN = 5
 
 
 def is_kept(name: str) -> bool:
@@ -41,7 +45,7 @@ def small_files(tree: FileTree, names: Iterable[str], notices: list[str]) -> Ite
         if size is not None and size > MAX_SMALL_FILE:
             notices.append(
                 f"left out: {tree.label(name)}, over {MAX_SMALL_FILE >> 20} MiB; store it with "
-                f"--keep {quote(name)}"
+                f"--keep {shell_word(name)}"
             )
         elif size is not None:
             yield name
@@ -63,8 +67,53 @@ def matching_files(tree: FileTree, keep: Collection[str], used: Collection[str])
     }
 
 
-def unusable_name(tree: FileTree, name: str, keep: Collection[str] = ()) -> str | None:
-    """Return a notice if a file would be kept, but a store cannot hold its name."""
-    if is_valid_part(name) or not (is_kept(name) or any_glob_matches(name, keep)):
-        return None
-    return f"left out: {tree.label(name)}; names in a store have only letters, digits, '_', '.' and '-'"
+def left_out(
+    tree: FileTree,
+    imported: Collection[str],
+    keep: Collection[str] = (),
+    notices: Collection[str] = (),
+) -> Iterator[str]:
+    """Yield the notices of what is not imported: one of names that a store cannot hold, and one of all others.
+
+    Args:
+        tree: the files of the source.
+        imported: the names of those that are imported, or that a notice counts.
+        keep: the patterns of files to store as they are.
+        notices: those that there are already. They say why some files are left out.
+    """
+    read = {""}
+    for name in imported:
+        folder = name
+        while folder := folder.rpartition("/")[0]:
+            read.add(folder)
+    files: list[str] = []
+    folders: list[str] = []
+    for folder in sorted(read):
+        for entry in tree.entries(folder):
+            name = joined(folder, entry)
+            if name in imported or name in read or any_glob_matches(entry, _OF_PROGRAMS):
+                continue
+            if any(tree.label(name) in notice for notice in notices):
+                continue
+            if tree.is_folder(name):
+                folders.append(name)
+            elif is_valid_name(name) or not (is_kept(entry) or any_glob_matches(name, keep)):
+                files.append(name)
+            else:
+                yield (
+                    f"left out: {tree.label(name)}; names in a store have only letters, digits, '_', '.' "
+                    "and '-'"
+                )
+    parts = [
+        counted(tree, names, noun)
+        for names, noun in ((folders, "folder"), (files, "file"))
+        if names
+    ]
+    if parts:
+        yield f"left out: {' and '.join(parts)}; --keep PATTERN stores files as they are"
+
+
+def counted(tree: FileTree, names: Sequence[str], noun: str) -> str:
+    """Return the number of some files or folders, each of which is a ``noun``, and the first names."""
+    listed = join_some([*map(tree.label, names)], _SHOWN)
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({listed})"

@@ -223,8 +223,10 @@ def test_a_model_that_is_not_for_a_client_is_answered_as_one_that_is_absent(
     with serving(store, tmp_path, *upstream, *ALLOWED) as server:
         cases = [(route, method, HEADERS[0]) for route in routes for method in METHODS]
         cases += [(route, "GET", headers) for route in routes for headers in HEADERS[1:]]
-        for route, method, headers in cases:
-            for name in HIDDEN:
+        for number, (route, method, headers) in enumerate(cases):
+            is_plain = (method, headers) == ("GET", HEADERS[0])
+            # Each model by each plain route, and by its turn in every other way.
+            for name in HIDDEN if is_plain else (HIDDEN[number % len(HIDDEN)],):
                 expected = response(server, route, method, headers, ABSENT, known[name])
                 found = response(server, route, method, headers, name, known[name])
                 assert found == expected, (route, method, headers, name)

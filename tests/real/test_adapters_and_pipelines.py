@@ -75,7 +75,8 @@ def test_peft_loads_a_dora_adapter_with_a_trained_head(store: LocalStore, tmp_pa
     adapted.save_pretrained(source / "checkpoint-10")
     adapted.save_pretrained(source)
     created = create(source, "dora", store=store)
-    assert created.notices == (f"left out: folder '{source}/checkpoint-10'",)
+    assert f"1 folder ('{source}/checkpoint-10');" in created.notices[0]
+    assert f"'blobstore create {source}/checkpoint-10' imports it" in created.notices[1]
     shutil.rmtree(source / "checkpoint-10")
     export_model("dora", tmp_path / "exported", store=store)
     assert digests(tmp_path / "exported") == digests(source)

@@ -1,10 +1,13 @@
-"""How many random cases a test tries: all of them in CI, fewer elsewhere."""
+"""How many random cases a test tries: a quarter, or all with ``--hypothesis-profile=thorough``."""
 
 from __future__ import annotations
 
-import os
+from hypothesis import settings
+
+_SHARE = 4
 
 
 def samples(number: int) -> int:
-    """Return ``number`` where ``BLOBSTORE_TESTS_COMPLETE`` is set, and a quarter of it elsewhere."""
-    return number if "BLOBSTORE_TESTS_COMPLETE" in os.environ else max(1, number // 4)
+    """Return ``number`` in the profile ``thorough`` of hypothesis, and a quarter of it otherwise."""
+    is_thorough = settings.get_current_profile_name() == "thorough"
+    return number if is_thorough else max(1, number // _SHARE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
@@ -22,8 +23,6 @@ from blobstore.sources.hub import (
 from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from blobstore.sources.base import SourceOptions
 
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
@@ -32,7 +31,7 @@ _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
 def is_hub(source: str | os.PathLike[str]) -> bool:
     """Return whether a source is a repository of the Hub, and not a path."""
     text = os.fspath(source)
-    return is_hub_url(text) or (is_hub_id(text) and not os.path.exists(text))  # noqa: PTH110
+    return is_hub_url(text) or (is_hub_id(text) and not Path(text).exists())
 
 
 def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Reference:

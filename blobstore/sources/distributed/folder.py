@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource, UsageError
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import SourceFile
 from blobstore.sources.parts import check_finished
 from blobstore.sources.sharded import wrapper_notices
-from blobstore.sources.small_files import is_kept, matching_files, small_files
+from blobstore.sources.small_files import is_kept, left_out, matching_files, small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from blobstore.sources.distributed.files import DataFile
     from blobstore.sources.distributed.pieces import Piece
     from blobstore.sources.file_tree import FileTree
-
-_SHOWN = 8
 
 
 class Assembled(NamedTuple):
@@ -122,9 +120,7 @@ class AssembledFolder:
         kept |= set(small_files(tree, entries, self.notices))
         self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
         self.notices += check_finished(tree, {*used, *kept}, is_kept)
-        read = {name.partition("/")[0] for name in (*used, *kept)}
-        if others := [quote(name) for name in tree.entries() if name not in read]:
-            self.notices.append(f"left out: {join_some(others, _SHOWN)}")
+        self.notices += left_out(tree, {*used, *kept}, self._options.keep, self.notices)
 
 
 def _position(item: tuple[str, Assembled]) -> tuple[str, int, str]:

@@ -20,8 +20,7 @@ from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
 from blobstore.sources.parts import check_finished
-from blobstore.sources.sharded import WEIGHTS
-from blobstore.sources.small_files import is_kept, matching_files, small_files, unusable_name
+from blobstore.sources.small_files import is_kept, left_out, matching_files, small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"consolidated\.[0-9]+\.pth", re.ASCII)
 _CONFIG = "config.json"
-_WEIGHTS = (*WEIGHTS, ".pte")
 
 
 def is_meta_folder(folder: Path) -> bool:
@@ -160,13 +158,7 @@ class MetaFolder:
             )
         self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
         self.notices += check_finished(tree, {*weights, *kept}, is_kept)
-        for name in tree.entries():
-            if tree.is_folder(name) and not name.startswith("."):
-                self.notices.append(f"left out: folder {tree.label(name)}")
-            elif name.endswith(_WEIGHTS) and name not in weights | kept:
-                self.notices.append(f"left out: {tree.label(name)}, not a shard of the model")
-            elif notice := unusable_name(tree, name, options.keep):
-                self.notices.append(notice)
+        self.notices += left_out(tree, weights | kept, options.keep, self.notices)
 
 
 def _shard_paths(tree: FileTree) -> list[Path]:

@@ -160,7 +160,10 @@ def test_every_request_may_get_every_answer(
     needed = NEEDED[command]
     assert needed <= set(seen)
     assert set(seen) - needed, "every command has hints"
-    for kind, (label, answer) in itertools.product(seen, ANSWERS.items()):
+    turn = list(COMMANDS).index(command)
+    for number, (kind, (label, answer)) in enumerate(itertools.product(seen, ANSWERS.items())):
+        if kind not in needed and number % len(COMMANDS) != turn:
+            continue  # the commands share the answers to hints
         server.objects = dict(before)
         server.disturb = answering(kind, answer)
         is_absent = label[:3] in {"401", "403", "404"}

@@ -667,6 +667,12 @@ def test_a_folder_of_the_cache_is_a_source_with_its_repository_and_commit(
     opened = open_source(storage)
     assert opened.notices == ["left out: 'LICENSE' of org/model, not in the cache"]
     opened.close()
+    (snapshot / "LICENSE").symlink_to("../../blobs/" + "0" * 40)
+    with pytest.raises(DamagedSource, match="'LICENSE' .*: it is not in the cache; try again"):
+        open_source(storage)
+    (snapshot / "LICENSE").unlink()
+    opened = open_source(storage)
+    opened.close()
     (snapshot / _SHARD).resolve().write_bytes(bytes((folder / _SHARD).stat().st_size))
     with pytest.raises(DamagedSource, match="does not match the Hub's listing: its sha256"):
         open_source(storage)

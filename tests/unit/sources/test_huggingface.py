@@ -3,6 +3,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,9 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.sources.base import SourceOptions
+from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.small_files import counted
 from blobstore.store.local import LocalStore
 from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, write_folder
@@ -71,8 +74,15 @@ def touch(folder: Path, *names: str, content: str = "{}") -> Path:
 
 
 def unchosen(folder: Path, *names: str) -> list[str]:
-    """Return the notices about weight files that were not chosen."""
-    return [f"left out: '{folder}/{name}'; choose other weights with --weights" for name in names]
+    """Return the notice about weight files that were not chosen."""
+    listed = counted(FileTree(folder), names, "weight file")
+    return [f"left out: {listed}; choose other weights with --weights"]
+
+
+def left_out(folder: Path, what: str) -> str:
+    """Return the notice about other files that are not imported; ``what`` has their names in the folder."""
+    what = re.sub(r"'([^']+)'", rf"'{folder}/\1'", what)
+    return f"left out: {what}; --keep PATTERN stores files as they are"
 
 
 # Choice of weights
@@ -311,11 +321,8 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, name: str, what: st
 def test_other_formats_are_left_out_with_a_notice(tmp_path: Path) -> None:
     files = ("pytorch_model.bin", "rust_model.ot", "onnx/model.onnx", ".git/x", ".cache/y")
     touch(put(tmp_path, model=ONE), *files)
-    assert Found(tmp_path).notices == [
-        f"left out: folder '{tmp_path}/onnx'",
-        f"left out: '{tmp_path}/pytorch_model.bin', not part of the model's weights",
-        f"left out: '{tmp_path}/rust_model.ot', not part of the model's weights",
-    ]
+    what = "1 folder ('onnx') and 2 files ('pytorch_model.bin', 'rust_model.ot')"
+    assert Found(tmp_path).notices == [left_out(tmp_path, what)]
 
 
 def test_a_folder_without_weights_is_not_a_model(tmp_path: Path) -> None:
@@ -360,7 +367,7 @@ def test_reads_the_components_of_a_pipeline(tmp_path: Path) -> None:
     ]
     assert found.notices == [
         *unchosen(tmp_path, "text_encoder/model.fp16.safetensors"),
-        f"left out: folder '{tmp_path}/safety'",
+        left_out(tmp_path, "1 folder ('safety')"),
     ]
 
 
@@ -608,12 +615,60 @@ def test_keeps_other_files_on_request(tmp_path: Path) -> None:
         "x.png",
     ]
     assert found.notices == [
-        f"left out: folder '{tmp_path}/a'",
         f"left out: '{tmp_path}/a b.png'; names in a store have only letters, digits, '_', '.' and '-'",
+        left_out(tmp_path, "1 folder ('a')"),
     ]
     found = Found(tmp_path, keep=("onnx/*.onnx", "*.gif"))
     assert f"no file of '{tmp_path}' matches --keep '*.gif'" in found.notices
-    assert f"left out: other files of folder '{tmp_path}/onnx'" in found.notices
+    assert f"'{tmp_path}/onnx/x.json'" in found.notices[-1]
+
+
+def test_files_in_folders_that_are_read_are_named_too(tmp_path: Path) -> None:
+    pipeline(tmp_path, unet=["diffusers", "U"])
+    put(tmp_path / "unet", model=ONE)
+    touch(tmp_path, "unet/x.onnx", "unet/old/x.bin", ".gitattributes", ".cache/x", "a.png")
+    what = "1 folder ('unet/old') and 2 files ('a.png', 'unet/x.onnx')"
+    assert Found(tmp_path).notices == [left_out(tmp_path, what)]
+
+
+def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    touch(put(tmp_path, model=ONE), *(f"{number}.png" for number in range(9)))
+    shown = ", ".join(f"'{number}.png'" for number in range(5))
+    assert Found(tmp_path).notices == [left_out(tmp_path, f"9 files ({shown} and 4 more)")]
+
+
+def test_a_folder_with_weights_of_its_own_is_advised(tmp_path: Path) -> None:
+    put(touch(tmp_path, "onnx/x.onnx", "states/optimizer.pt"), model=ONE)
+    put(tmp_path / "my other", model=TWO)
+    *_, advice = Found(tmp_path).notices
+    (command,) = re.findall(r"'blobstore create (.*)' imports it", advice)
+    assert Found(Path(*shlex.split(command))).names == {"b"}
+
+
+def test_voices_are_kept_and_are_no_weights(tmp_path: Path) -> None:
+    put_bin(tmp_path, "model.pth", a=1)
+    put_bin(tmp_path, "speakers_xtts.pth", "spk_dict.pt", voice=1)
+    found = Found(tmp_path)
+    assert (found.names, found.notices) == ({"a"}, [])
+    assert found.files == ["speakers_xtts.pth", "spk_dict.pt"]
+    found = Found(tmp_path, weights="spk_dict.pt")
+    assert (found.names, found.files) == ({"voice"}, ["speakers_xtts.pth"])
+
+
+@pytest.mark.parametrize("files", [(), ("adapter_model.safetensors",)])
+def test_the_config_of_an_adapter_goes_with_its_weights(
+    tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    touch(put(tmp_path, model=ONE), "config.json", "adapter_config.json")
+    for name in files:
+        put(tmp_path, **{name.partition(".")[0]: TWO})
+    found = Found(tmp_path)
+    assert found.files == ["config.json"]
+    assert f"left out: '{tmp_path}/adapter_config.json', since its adapter is" in found.notices[0]
+    assert "adapter_config.json" in Found(tmp_path, keep=("adapter*",)).files
+    (tmp_path / "model.safetensors").unlink()
+    if files:
+        assert Found(tmp_path).files == ["adapter_config.json", "config.json"]
 
 
 def test_a_file_that_is_too_large_can_be_kept_on_request(tmp_path: Path) -> None:
@@ -681,7 +736,7 @@ def test_a_huge_file_is_left_out_unless_it_is_kept(tmp_path: Path) -> None:
     found = Found(tmp_path)
     assert (found.names, found.files) == ({"a"}, [])
     assert found.notices == [
-        f"left out: '{tmp_path}/train.txt', over 64 MiB; store it with --keep 'train.txt'"
+        f"left out: '{tmp_path}/train.txt', over 64 MiB; store it with --keep train.txt"
     ]
     found = Found(tmp_path, keep=("*.txt",))
     assert (found.files, found.notices) == (["train.txt"], [])
@@ -781,10 +836,7 @@ def test_safetensors_of_any_name_are_preferred_to_checkpoints(tmp_path: Path, na
     put_bin(tmp_path, "pytorch_model.bin", "x.pth", b=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
-    assert found.notices == [
-        f"left out: '{tmp_path}/{other}', not part of the model's weights"
-        for other in ("pytorch_model.bin", "x.pth")
-    ]
+    assert found.notices == [left_out(tmp_path, "2 files ('pytorch_model.bin', 'x.pth')")]
 
 
 @pytest.mark.parametrize("weights", ["*.bin", "pytorch_model*", "pytorch_model.bin"])
@@ -832,7 +884,7 @@ def test_training_state_is_left_out_with_a_notice(tmp_path: Path, name: str) -> 
     put_bin(touch(tmp_path, name), "pytorch_model.bin", a=1)
     found = Found(tmp_path)
     assert found.names == {"a"}
-    assert found.notices == [f"left out: '{tmp_path}/{name}', not part of the model's weights"]
+    assert found.notices == [left_out(tmp_path, f"1 file ('{name}')")]
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -915,9 +967,10 @@ def test_reads_a_pipeline_of_checkpoints(tmp_path: Path) -> None:
     put_bin(tmp_path, "v1-5-pruned.ckpt", everything=1)
     found = Found(tmp_path)
     assert found.names == {"unet/a", "text_encoder/a", "vae/a"}
-    left = f"left out: '{tmp_path}/unet/diffusion_pytorch_model.fp16.bin'; choose other weights"
-    assert left in found.notices[1]
-    assert f"left out: '{tmp_path}/v1-5-pruned.ckpt'" in found.notices[0]
+    assert found.notices == [
+        *unchosen(tmp_path, "v1-5-pruned.ckpt", "unet/diffusion_pytorch_model.fp16.bin"),
+        left_out(tmp_path, "1 file ('vae/diffusion_pytorch_model.bin')"),
+    ]
 
 
 def test_chooses_a_part_of_a_checkpoint(tmp_path: Path) -> None:

@@ -81,9 +81,15 @@ def test_rejects_an_index_of_another_form(tmp_path: Path, value: Any) -> None:
         read_weight_map(write(tmp_path, value))
 
 
+def test_names_in_an_index_may_begin_with_the_folder_itself(tmp_path: Path) -> None:
+    index = write(tmp_path, {"weight_map": {"a": "./x.safetensors", "b": "x.safetensors"}})
+    assert read_weight_map(index) == {"a": "x.safetensors", "b": "x.safetensors"}
+
+
 @pytest.mark.parametrize(
     "file",
     [
+        *("./../x.safetensors", "././x.safetensors"),
         *("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors"),
         *("x\0.safetensors", "x.safetensors/", "x.safetensors\n", "..", "", "x.bin", "/dev/zero"),
     ],

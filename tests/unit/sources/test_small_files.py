@@ -9,13 +9,24 @@ from blobstore.sources.file_tree import FileTree
 from blobstore.sources.small_files import is_kept, small_files
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "LICENSE.txt", "x.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "tokenizer.model", "LICENSE.txt", "x.py", "tokenizer.model.v3"),
+        *("vocab.bpe", "hyperparams.yaml", "USAGE_POLICY", "bpe_simple_vocab_16e6.txt.gz"),
+        *("selected_tags.csv", "spk_dict.pt", "speakers_xtts.pth", "COPYING", "bpe.codes"),
+    ],
+)
 def test_keeps_small_files_of_a_runtime_and_its_user(name: str) -> None:
     assert is_kept(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"]
+    "name",
+    [
+        *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
+        *("speaker_encoder.pt", "x.png", "model.onnx", "train.txt.gz.safetensors"),
+    ],
 )
 def test_does_not_keep_weights_nor_their_index(name: str) -> None:
     assert not is_kept(name)
@@ -37,6 +48,6 @@ def test_skips_files_that_cannot_be_kept_with_a_notice(tmp_path: Path) -> None:
     tree, notices = FileTree(tmp_path), list[str]()
     assert list(small_files(tree, tree.entries(), notices)) == ["config.json"]
     assert notices == [
-        f"left out: '{tmp_path}/huge.txt', over 64 MiB; store it with --keep 'huge.txt'",
+        f"left out: '{tmp_path}/huge.txt', over 64 MiB; store it with --keep huge.txt",
         f"left out: '{tmp_path}/pipe.json', not a regular file",
     ]

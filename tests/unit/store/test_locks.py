@@ -37,6 +37,13 @@ with getattr(store._locks, sys.argv[2])() as lease:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_older_is_collected() -> None:
+    """Keep what was made before these tests out of their collections, of which each would look at it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
     gc.collect()  # objects of earlier tests

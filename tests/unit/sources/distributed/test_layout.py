@@ -38,7 +38,7 @@ def test_a_complete_model_wins_over_pieces(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     assert set(source.specs) == {"w"}
     assert source.notices == [
-        "left out: '__0_0.distcp', a checkpoint of torch.distributed.checkpoint next to the model"
+        f"left out: 1 file ('{tmp_path}/__0_0.distcp'); --keep PATTERN stores files as they are"
     ]
 
 

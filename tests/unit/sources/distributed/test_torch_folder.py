@@ -195,7 +195,9 @@ def test_the_folders_of_accelerate_are_followed(tmp_path: Path) -> None:
     assert set(source.specs) == {"layer.weight", "layer.bias", "scale"}
     assert source.config == {"hidden_size": 8}
     assert [file.name for file in source.files] == ["config.json", "trainer_state.json"]
-    assert source.notices == ["left out: 'optimizer_0', 'rng_state_0.pth'"]
+    (notice,) = source.notices
+    folder, file = tmp_path / "optimizer_0", tmp_path / "rng_state_0.pth"
+    assert f"1 folder ('{folder}') and 1 file ('{file}')" in notice
     assert source.record().files[0].name == "pytorch_model_fsdp_0/__0_0.distcp"
     (tmp_path / "model.safetensors").write_bytes(b"x")  # the complete model is better
     with pytest.raises(DamagedSource, match="model.safetensors"):
@@ -205,7 +207,9 @@ def test_the_folders_of_accelerate_are_followed(tmp_path: Path) -> None:
 def test_other_files_can_be_kept(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "name.ckpt", model(2))
     (folder / "meta.pt").write_bytes(b"anything")
-    assert opened(folder).notices == ["left out: 'meta.pt'"]
+    assert opened(folder).notices == [
+        f"left out: 1 file ('{folder}/meta.pt'); --keep PATTERN stores files as they are"
+    ]
     source = opened(folder, keep=("*.pt",))
     assert [file.name for file in source.files] == ["meta.pt"]
     assert source.notices == []

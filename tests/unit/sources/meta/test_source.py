@@ -165,9 +165,11 @@ def test_keeps_the_tokenizer_and_the_generated_config(maker: Maker, tmp_path: Pa
         "tokenizer.model": True,
     }
     assert list(source.files) == sorted(source.files, key=lambda file: file.name)
-    left_out = [notice for notice in source.notices if notice.startswith("left out")]
-    assert len(left_out) == 4
-    assert "config.json" in left_out[0]
+    generated, unusable, others = [it for it in source.notices if it.startswith("left out")]
+    assert "config.json" in generated
+    assert "sp ace.txt" in unusable
+    files = f"2 files ('{tmp_path}/checklist.chk', '{tmp_path}/other.safetensors')"
+    assert f"1 folder ('{tmp_path}/folder') and {files}" in others
 
 
 def test_is_recognised_by_its_shards_and_params(tmp_path: Path) -> None:
