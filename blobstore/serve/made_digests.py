@@ -9,17 +9,17 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.store.notes import NoteKind, read_own, write_own
+from blobstore.store.notes import NoteKind, parsed, repository_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
-_NOTE: Final = NoteKind("made digests 1")
+_NOTE: Final = NoteKind("made digests 2", ".made")
 """Changes with the bytes of the manifests and configs that are made."""
 _DIGITS: Final = 16
 
@@ -53,7 +53,7 @@ def numbers_of(digests: Iterable[Digest]) -> array[int]:
 
 def read_made(store: LocalStore, repository: Reference) -> dict[Digest, MadeDigests]:
     """Return the noted digests by manifest. Some manifests may be missing from the note, and others be gone."""
-    return read_own(_path(store, repository), _NOTE, _parsed) or {}
+    return parsed(store.read_note(_NOTE, repository_key(repository)), _parsed) or {}
 
 
 def write_made(
@@ -64,12 +64,7 @@ def write_made(
         key.hex: [one.signed, "".join(f"{number:0{_DIGITS}x}" for number in one.numbers)]
         for key, one in made.items()
     }
-    write_own(_path(store, repository), store.root, _NOTE, value)
-
-
-def _path(store: LocalStore, repository: Reference) -> Path:
-    name = "/".join(repository.parts[:3])  # configs contain it, so the digests depend on it
-    return store.folder("remotes") / f"served-{Digest.of(name.encode()).hex}"
+    store.write_note(_NOTE, repository_key(repository), strict_json.dumps(value).encode())
 
 
 def _parsed(value: Any) -> dict[Digest, MadeDigests]:

@@ -4,7 +4,7 @@ A note is a cache: it may vanish, and may be wrong. Its first line is a checksum
 bytes that follow, so a torn note, one of an older version, and one of another key are no notes. The checksum is no
 signature: a reader that is asked to verify uses no note.
 
-``gc`` removes a note unless its key is the digest of a manifest that is there.
+``gc`` removes a note unless its key is the digest of a manifest that is there, or that of its repository.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from blobstore.errors import BlobstoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
 
 _Value = TypeVar("_Value")
 
@@ -40,6 +42,11 @@ class NoteKind(NamedTuple):
     """With the version: a note of another version is ignored."""
     ending: str = ""
     """Of the file, if there may be several notes with one key."""
+
+
+def repository_key(repository: Reference) -> Digest:
+    """Return the key of notes about all tags of a repository."""
+    return Digest.of("/".join(repository.parts[:3]).encode())
 
 
 def pack(kind: NoteKind, key: Digest, data: bytes) -> bytes:

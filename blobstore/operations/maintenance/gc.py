@@ -31,6 +31,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
+from blobstore.store.notes import repository_key
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
@@ -465,7 +466,9 @@ class _Collection:
     def _unneeded_files(self) -> Iterator[tuple[Path, float]]:
         """Yield caches and links that are not needed, and the age at which each is removed."""
         folder = self._store.folder
-        known = {digest.hex for digest in self._marks.manifests()}
+        names = map(self._store.reference_of, map(Path, self._marks.by_path()))
+        noted = {repository_key(name) for name in names if name is not None}
+        known = {digest.hex for digest in self._marks.manifests() | noted}
         caches = [*scan_folder(folder("headers"))]
         caches = [one for one in caches if one.name.partition(".")[0] not in known]
         # Files that begin with a dot are caches that were being written when their process died.

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance import gc as collect
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import UploadSession
 from blobstore.remotes.transfer_cache import PushCache
+from blobstore.serve.made_digests import MadeDigests, read_made, write_made
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
 from blobstore.store.names import Names
@@ -261,6 +264,18 @@ def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_pat
     found = collect_garbage(store, older_than=0, force=True)
     assert names(found.leftovers) == {removed.hex}
     assert len(list(store.folder("headers").iterdir())) == 1
+
+
+def test_notes_of_a_repository_are_removed_with_its_last_model(store: LocalStore) -> None:
+    blobstore.save(dense_tensors(), "org/model:one", store=store)
+    for name in ("org/model", "org/gone"):
+        write_made(store, Reference.parse(name), {Digest.of(b""): MadeDigests(0, array("Q", [1]))})
+    collect_garbage(store, older_than=0)
+    assert read_made(store, Reference.parse("org/model"))
+    assert not read_made(store, Reference.parse("org/gone"))
+    remove_models(["org/model:one"], store=store)
+    collect_garbage(store, older_than=0, force=True)
+    assert not read_made(store, Reference.parse("org/model"))
 
 
 def test_keeps_blobs_of_models_of_ollama(store: LocalStore) -> None:
