@@ -8,6 +8,7 @@ that one of them decides by: its status, headers, and fields of its JSON, each b
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -120,6 +121,8 @@ def served_library(folder: Path) -> Library:
     data = gguf_file([("general.architecture", TEXT, text("llama"))], [("t", 0, (32,), values)])
     (folder / "chat-Q8_0.gguf").write_bytes(data)
     create(folder / "chat-Q8_0.gguf", GGUF, store=store)
+    for reference in store.references():  # or lists that are sorted by time depend on the clock
+        os.utime(store.manifest_path(reference), (0, 0))
     return Library(store)
 
 
