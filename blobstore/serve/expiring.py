@@ -1,12 +1,21 @@
-"""A bounded dictionary of values that expire, for what strangers can cause any number of."""
+"""Bounded dictionaries, also of values that expire, for what strangers can cause any number of."""
 
 from __future__ import annotations
 
 import time
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+MAX_KNOWN: Final = 100_000
+"""Values that are kept if nothing else is said."""
+
+
+def bounded(known: dict[_Key, _Value], most: int = MAX_KNOWN) -> dict[_Key, _Value]:
+    """Return a dictionary that has space for one more: if there are ``most`` values, all are forgotten for it."""
+    if len(known) >= most:
+        known.clear()
+    return known
 
 
 class Expiring(Generic[_Key, _Value]):
@@ -27,9 +36,7 @@ class Expiring(Generic[_Key, _Value]):
 
     def set(self, key: _Key, value: _Value, seconds: float) -> None:
         """Note a value, which expires after some seconds."""
-        if len(self._values) >= self._most:
-            self._values.clear()
-        self._values[key] = value, time.monotonic() + seconds
+        bounded(self._values, self._most)[key] = value, time.monotonic() + seconds
 
     def pop(self, key: _Key) -> _Value | None:
         """Forget the value of a key and return it, expired or not; None if there is none."""

@@ -8,13 +8,9 @@ is such work, too.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
-import time
-from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
@@ -27,23 +23,27 @@ from blobstore.manifests.reference import (
 )
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
+from blobstore.serve.commits import Commits
 from blobstore.serve.description import Description, describe
+from blobstore.serve.expiring import bounded
 from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
-from blobstore.serve.names import IMAGE, any_tag, name_of
+from blobstore.serve.names import IMAGE, any_tag
 from blobstore.serve.protection import Protection
-from blobstore.serve.pulled import PulledModels, source_of
-from blobstore.serve.tags import MANY_TAGS, Tags
-from blobstore.serve.unprepared import NotPrepared, UnknownSource, prepared
+from blobstore.serve.pulled import PulledModels
+from blobstore.serve.tags import Tags
+from blobstore.serve.unprepared import NotPrepared, prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
+    from blobstore.serve.commits import Version
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
-    from blobstore.serve.pulled import Commit, Origin
+    from blobstore.serve.pulled import Origin
+    from blobstore.serve.tags import Seen
     from blobstore.sources.hub_listing import ListedFile
     from blobstore.store.local import LocalStore
 
@@ -53,10 +53,6 @@ MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
 """Seconds that the blobs of a model are kept from gc after it was last asked for."""
-_ABSENT_SECONDS = 1.0
-"""Seconds until an absent commit is looked for again. A request may ask more than once."""
-_DAMAGED_SECONDS = 5.0
-"""Seconds before the origin of a damaged model is looked up again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,16 +85,6 @@ class ServedModel:
         return self.origin.all_plain if self.origin else {}
 
 
-class Version(NamedTuple):
-    """A version of a repository, before it is prepared."""
-
-    reference: Reference
-    """A name that has it, or had it."""
-    key: Digest
-    """The digest of its manifest."""
-    origin: Origin | None
-
-
 class Library:
     """The models of a store that are served to somebody. Threads may share it.
 
@@ -115,18 +101,15 @@ class Library:
         self.pulled = PulledModels(store)
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
-        self._distrusted: set[str] = set()
+        self._distrusted: dict[str, None] = {}
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
-        self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
-        """The commits that names were imported from, with the versions of their manifests and the ends of validity."""
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
-        self._commits: dict[tuple[Reference, str], tuple[list[Version], float]] = {}
-        """The versions that are served as a commit, with the end of validity."""
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self._protection = Protection(store)
         self._tags = Tags(store, self._described)
+        self._commits = Commits(store, self.pulled, self._tags)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -195,20 +178,18 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        found, until = self._commits.get((repository, commit), ([], 0.0))
-        if time.monotonic() >= until:
-            raise UnknownSource(self._find_commit, repository, commit)
-        return found
+        several = self._commits.having(repository, commit)
+        return [one for one in several if self.is_allowed(one.reference)]
 
-    def forget_commit(self, repository: Reference, commit: str) -> None:
-        """Look for the versions of a commit again: there are others."""
-        self._commits.pop((repository, commit), None)
+    def list_again(self, repository: Reference) -> None:
+        """See :meth:`Tags.list_again`."""
+        self._tags.list_again(repository)
 
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
         """Return a version that :meth:`at_commit` has found. Raises as :meth:`model`."""
         found = self._models.get(version.key)
         if found is None or not self._protection.touch(found.key):
-            raise NotPrepared(self._read_version, version.reference, version.key)
+            raise NotPrepared(self._read_version, version.reference, version.key, version.commit)
         return self._used(found, with_digests=with_digests)
 
     def named_by(self, tag: Reference) -> Reference:
@@ -257,18 +238,21 @@ class Library:
             and self._protection.touch(one.model)
         ]
 
-    def tags_having(self, repository: Reference, digest: Digest) -> Sequence[Reference]:
-        """Return the tags whose artifacts seem to have a manifest or a blob. Raises as :meth:`model`."""
-        return list(filter(self.is_allowed, self._tags.having(repository, digest)))
+    def tags_having(
+        self,
+        repository: Reference,
+        digest: Digest,
+        seen: Seen,
+    ) -> Sequence[Reference]:
+        """Return the tags that a client sees whose artifacts seem to have a manifest or a blob.
 
-    def look_ahead(self) -> None:
-        """Compute the digests of repositories with many tags, so that no client waits for them.
-
-        No request causes it, so its duration reveals nothing to clients. Call it on a thread. Raises StoreError.
+        Raises as :meth:`model`.
         """
-        for repository, count in Counter(map(any_tag, self.names())).items():
-            if count >= MANY_TAGS:
-                prepared(partial(self._tags.having, repository, _NO_DIGEST))
+        return self._tags.having(repository, digest, seen)
+
+    def describe_all(self, repository: Reference, seen: Seen) -> None:
+        """See :meth:`Tags.describe_all`."""
+        self._tags.describe_all(repository, seen)
 
     def keys(self, repository: Reference) -> Mapping[Reference, Digest]:
         """Return the digests of the manifests of a repository that are served, by their tags. Raises as :meth:`model`."""
@@ -325,25 +309,12 @@ class Library:
 
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
         """Return the commits that names in the store were fetched from; empty if none was. Raises as :meth:`model`."""
-        found: dict[Reference, Origin | None] = {}
-        changed = []
-        now, records = time.monotonic(), self.pulled.records()
-        for reference in references if records else ():
-            version = self.store.manifest_version(reference)
-            known = self._sources.get(reference)
-            if version is not None and (known is None or known[0] != version or now >= known[2]):
-                changed.append(reference)
-            elif version is not None and known is not None:
-                found[reference] = records.get(known[1]) if known[1] else None
-        if changed:
-            raise UnknownSource(self._find_sources, tuple(changed))
-        return found
+        return self._commits.origins(references)
 
     def distrust(self, etags: Sequence[str]) -> None:
         """Note that wrong bytes of files with these validators were sent, before that was known."""
-        if len(self._distrusted) >= _MAX_COMMITS:
-            self._distrusted.clear()
-        self._distrusted.update(etags)
+        for etag in etags:
+            bounded(self._distrusted)[etag] = None
 
     def is_distrusted(self, etag: str) -> bool:
         """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
@@ -356,7 +327,6 @@ class Library:
     def forget(self, key: Digest) -> None:
         """Forget a model by the digest of its manifest, because the facts about it have changed."""
         self._models.forget(key)
-        self._commits.clear()
 
     def forget_all(self, *keys: Digest) -> None:
         """Forget models by the digests of their manifests, and their artifacts: they are gone, or not in use."""
@@ -375,8 +345,14 @@ class Library:
         return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
-        """Forget models that were not asked for lately, so that gc may remove their blobs."""
+        """Forget models that were not asked for lately, so that gc may remove their blobs, and names that are gone."""
         self.forget_all(*self._protection.end_idle(seconds))
+        self._tags.tidy()
+        self._commits.forget_absent()
+        for known in (self._names, self._descriptions):
+            for reference in list(known):
+                if self.store.manifest_version(reference) is None:
+                    known.pop(reference, None)
 
     # Work on threads
 
@@ -384,30 +360,6 @@ class Library:
         if with_digests and model.digests is None:
             raise NotPrepared(self._hash, model)
         return model
-
-    def _find_sources(self, references: Iterable[Reference]) -> None:
-        for reference in references:
-            version = self.store.manifest_version(reference)
-            if version is not None:
-                self._sources[reference] = version, *self._source(reference)
-
-    def _source(
-        self, reference: Reference, data: bytes | None = None
-    ) -> tuple[Commit | None, float]:
-        """Return the commit that a model was imported from, if its source has one, and the end of validity."""
-        try:
-            return source_of(
-                self.store,
-                Manifest.from_bytes(data) if data is not None else self.store.resolve(reference),
-            ), math.inf
-        except BlobstoreError:
-            # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
-            # model, only clients that may read the repository get it.
-            several = [*self.pulled.of_repository(name_of(reference))] or [
-                one for one in self.pulled.all() if not self.pulled.is_public(one.repository)
-            ]
-            commit = (several[0].repository, several[0].commit) if several else None
-            return commit, time.monotonic() + _DAMAGED_SECONDS
 
     def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:
         for reference, version in names:
@@ -482,33 +434,10 @@ class Library:
         if model.manifest is not None:
             model.digests = file_digests(self.store, model.manifest, model.key)
 
-    def _find_commit(self, repository: Reference, commit: str) -> None:
-        found = []
-        for reference in self.listed_tags(repository):
-            for data in self._versions(reference):
-                key, origin = Digest.of(data), self.pulled.get(self._source(reference, data)[0])
-                if commit == (origin.commit if origin else commit_of(key)):
-                    found.append(Version(reference, key, origin))
-        if len(self._commits) >= _MAX_COMMITS:
-            self._commits.clear()
-        until = math.inf if found else time.monotonic() + _ABSENT_SECONDS
-        self._commits[repository, commit] = found, until
-
-    def _read_version(self, reference: Reference, key: Digest) -> None:
-        for data in self._versions(reference):
-            if Digest.of(data) == key:
-                self._add(data, Manifest.from_bytes(data))
-                return
-        self._commits.clear()  # it was removed since it was found
-
-    def _versions(self, reference: Reference) -> Iterator[bytes]:
-        """Yield the manifest of a name, and those that it had before."""
-        with contextlib.suppress(BlobstoreError):
-            yield self.store.read_manifest(reference)
-        with contextlib.suppress(BlobstoreError):
-            for former in self.store.names.former(reference):
-                if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
-                    yield former.data
+    def _read_version(self, reference: Reference, key: Digest, commit: str) -> None:
+        data = self._commits.read(reference, key, commit)
+        if data is not None:
+            self._add(data, Manifest.from_bytes(data))
 
 
 class _Kept(Generic[_Key, _Value]):
@@ -557,10 +486,8 @@ class _Watch:
         return self.store.manifest_version(self.reference) != self.version
 
 
-_MAX_COMMITS = 10_000
 _PER_BYTE = 16
 """Bytes of memory per byte of headers and indexes while a model is prepared: a third more than those of real models."""
-_NO_DIGEST = Digest("0" * 64)
 
 
 def _folded(repository: Reference) -> list[str]:

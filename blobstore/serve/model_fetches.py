@@ -18,11 +18,11 @@ from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.asked import check_given, names_of
-from blobstore.serve.expiring import Expiring
+from blobstore.serve.expiring import Expiring, bounded
 from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal, as_refusal
-from blobstore.serve.rights import UPSTREAM, bounded
+from blobstore.serve.rights import UPSTREAM
 from blobstore.serve.unprepared import prepared
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class ModelFetches:
         self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
-            self._library.forget_commit(any_tag(arrival.reference), arrival.commit)
+            self._library.list_again(arrival.reference)
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since

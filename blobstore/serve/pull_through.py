@@ -29,7 +29,7 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
 from blobstore.serve.asked import Asked, hidden_copy
 from blobstore.serve.cache_limit import CacheLimit
-from blobstore.serve.expiring import Expiring
+from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
@@ -41,7 +41,7 @@ from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
-from blobstore.serve.rights import EVERYONE, MAX_KNOWN, UPSTREAM, Right, Rights, client_of
+from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
 from blobstore.serve.unprepared import NotFetched, OnlyHere, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT

@@ -17,13 +17,13 @@ import hashlib
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
+
+from blobstore.serve.expiring import MAX_KNOWN, bounded
 
 if TYPE_CHECKING:
     from blobstore.serve.pulled import Origin, PulledModels
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 EVERYONE: Final = ""
 """Stands for all clients without a token for the upstream, for whom the server may use one of its own."""
 PUBLIC: Final = "public"
@@ -31,8 +31,6 @@ PUBLIC: Final = "public"
 UPSTREAM: Final = ""
 """The giver of rights to whole repositories. Every other giver is a peer."""
 NOTHING: Final = ("", "")
-MAX_KNOWN: Final = 100_000
-"""Answers of the upstream that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +151,3 @@ class Rights:
 def client_of(token: str) -> str:
     """Return a digest that stands for the clients with a token. The token itself is not kept."""
     return hashlib.sha256(token.encode()).hexdigest() if token else EVERYONE
-
-
-def bounded(known: dict[_Key, _Value], most: int = MAX_KNOWN) -> dict[_Key, _Value]:
-    """Return a dictionary that has space for one more."""
-    if len(known) >= most:
-        known.clear()
-    return known

@@ -18,6 +18,7 @@ from blobstore.serve.library import Library
 from blobstore.serve.log import write_line
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
+from blobstore.serve.visible import Visible
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def serve(
 
 def _look_ahead(library: Library) -> None:
     with contextlib.suppress(BlobstoreError, OSError):  # a response to a client reports it
-        library.look_ahead()
+        Visible.of(library).look_ahead()
 
 
 def _read_tokens(path: Path) -> tuple[Sequence[bytes], BlobstoreError | None]:

@@ -1,26 +1,34 @@
 """The names in a store and the digests of each tag, which a server needs repeatedly: all are kept, and are small.
 
-A folder is listed again when its version has changed, on a thread; a look at it costs one status. By the digest of
-each manifest, the starts of the digests of all its manifests and blobs in a registry are kept. Only
-:meth:`Tags.having` reads them, to find the tags that are worth a look. Digests that are computed from the content of
-blobs are noted in the store, so that they are known after a restart.
+A folder is listed again when its version has changed, on a thread; a look at it costs one status. As long as a tag has
+a manifest, the starts of the digests of all manifests and blobs that a registry has for it are kept. Only
+:meth:`Tags.having` reads them, to find the tags that are worth a look.
+
+A manifest names its blobs. The other digests are known only after blobs were read, which takes some milliseconds: then
+the manifest is described. A digest that nothing known has makes :meth:`Tags.having` describe :data:`MANY` manifests of
+those that the client may see. It is then asked again, so that others have their turn. :meth:`Tags.describe_all`
+describes all of them before clients ask. The result is noted in the store for the next server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from array import array
 from bisect import bisect_left
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion
 from blobstore.errors import BlobstoreError, InvalidReference
+from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.serve.expiring import bounded
 from blobstore.serve.made_digests import (
     MadeDigests,
     number_of,
@@ -29,7 +37,7 @@ from blobstore.serve.made_digests import (
     signed_at,
     write_made,
 )
-from blobstore.serve.unprepared import NotListed
+from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.store.scan import is_folder, scan_folder
 
 if TYPE_CHECKING:
@@ -37,16 +45,25 @@ if TYPE_CHECKING:
 
     from blobstore.store.local import LocalStore
 
+    Seen = Callable[[Iterable[Reference]], Sequence[Reference]]
+    """Returns those of some names that a client sees. Raises NotPrepared. Equal ones see the same."""
+
 _SETTLED_NS: Final = 2 * 10**9
 """Clocks of file systems are coarse: after a change so lately, the next one may get the same time."""
 _UNSETTLED_SECONDS: Final = 1.0
 """Seconds that a list is valid which may lack such a change."""
 _MAX_FOLDERS: Final = 200_000
 _MAX_SEARCHES: Final = 10_000
-MANY_TAGS: Final = 32
-"""Describing so many manifests takes too long for a client to wait."""
+MANY: Final = 128
+"""Manifests that are described in one go, and from which on they are noted."""
 _REPOSITORY: Final = 3
 """Folders between the root of all manifests and a repository: host, namespace, model."""
+
+
+def settled_until(version: FileVersion | None) -> float:
+    """Return until when a folder without another version is unchanged, of which this version was just read."""
+    is_settled = version is None or version.changed < time.time_ns() - _SETTLED_NS
+    return math.inf if is_settled else time.monotonic() + _UNSETTLED_SECONDS
 
 
 class _Folder(NamedTuple):
@@ -64,18 +81,42 @@ class _Folder(NamedTuple):
         return self.folded.get(name.casefold(), ())
 
 
-class _Manifests(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Known:
+    """The digests that a registry has for one manifest."""
+
+    key: Digest
+    blobs: array[int] = field(default_factory=lambda: array("Q"))
+    """The digests that it names."""
+    made: MadeDigests | None = None
+    """The further digests, which depend on the name of the repository. None until it is described."""
+    ending: str = ""
+    derived: array[int] = field(default_factory=lambda: array("Q"))
+    """The digests under a derived tag, which has this ending."""
+
+
+@dataclass(slots=True, eq=False)
+class _Manifests:
     """The manifests of a repository when its folder was listed."""
 
-    folder: _Folder
-    keys: Mapping[Reference, Digest]
-    versions: Mapping[Reference, FileVersion | None]
+    folder: _Folder | None = None
+    """None before it is listed. Manifests that clients were given may be known by then."""
+    known: dict[Reference, _Known] = field(default_factory=dict)
+    versions: dict[Reference, FileVersion | None] = field(default_factory=dict)
+    keys: Mapping[Reference, Digest] = field(default_factory=dict)
+    unknown: Sequence[Reference] = ()
+    """Those that are not described."""
+    unnoted: int = 0
+    """How many were described since the note was written."""
+    found: dict[tuple[Digest, Seen], Sequence[Reference]] = field(default_factory=dict)
+    """The results of searches."""
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the manifests are read, so that none is read twice."""
 
-
-class _Found(NamedTuple):
-    manifests: _Manifests
-    is_complete: bool
-    tags: Sequence[Reference]
+    def look(self) -> None:
+        """List those that are not described again, after others were."""
+        self.unknown = [tag for tag, one in list(self.known.items()) if one.made is None]
+        self.found.clear()
 
 
 class Tags:
@@ -91,18 +132,12 @@ class Tags:
         self._store, self._describe = store, describe
         self._root = str(store.manifest_path(Reference.parse("model")).parents[3])
         self._folders: dict[str, _Folder] = {}
-        self._manifests: dict[Reference, _Manifests] = {}
-        self._blobs: dict[Digest, array[int]] = {}
-        """The starts of the digests that manifests name, by the digests of the manifests."""
-        self._made: dict[tuple[str, Digest], MadeDigests] = {}
-        """The further digests that a registry has, by repository too, because some contents have its name."""
-        self._derived: dict[tuple[str, Digest], tuple[str, array[int]]] = {}
-        """The digests under a derived tag, with the end of that tag."""
+        self._manifests: dict[str, _Manifests] = {}
+        """Those of repositories, by the paths of their folders."""
         self._describing = threading.Lock()
         """Held for one manifest, so that none is described twice."""
-        self._complete: dict[Reference, _Manifests] = {}
-        """The repositories whose manifests are all described."""
-        self._found: dict[tuple[Reference, Digest], _Found] = {}
+        self._changes = 0
+        """How often a repository had to be listed again."""
 
     # Names
 
@@ -132,6 +167,10 @@ class Tags:
         for path in paths:
             yield from self._now(path).tags
 
+    def now(self, repository: Reference) -> Sequence[Reference]:
+        """Return the tags of a repository, sorted, after listing them here if they have changed. Raises StoreError."""
+        return self._now(self._path(repository)).tags
+
     def _path(self, repository: Reference) -> str:
         return "/".join((self._root, *repository.parts[:_REPOSITORY]))
 
@@ -156,9 +195,8 @@ class Tags:
 
     def _list(self, path: str) -> _Folder:
         # Before the folder is listed: a change in between makes another version.
-        version, now = FileVersion.of(Path(path)), time.time_ns()
-        is_settled = version is not None and version.changed < now - _SETTLED_NS
-        until = float("inf") if is_settled else time.monotonic() + _UNSETTLED_SECONDS
+        changes, version = self._changes, FileVersion.of(Path(path))
+        until = settled_until(version)
         folders: list[str] = []
         files: list[str] = []
         for entry in scan_folder(path) if is_folder(path) else ():
@@ -172,124 +210,177 @@ class Tags:
         folded: dict[str, list[str]] = {}
         for name in folders:
             folded.setdefault(name.casefold(), []).append(name)
-        if len(self._folders) >= _MAX_FOLDERS:
-            self._folders.clear()
-        found = self._folders[path] = _Folder(version, until, folders, folded, tuple(tags))
+        found = _Folder(version, until, folders, folded, tuple(tags))
+        bounded(self._folders, _MAX_FOLDERS)[path] = found
+        if changes != self._changes:  # maybe since it was listed
+            self._folders.pop(path, None)
         return found
+
+    def list_again(self, repository: Reference) -> None:
+        """List a repository again: it has other tags than a moment before, which its version need not show."""
+        self._changes += 1  # first: who lists it now looks at that last
+        self._folders.pop(self._path(repository), None)
+
+    def tidy(self) -> None:
+        """Forget tags that are gone, and note what was described. Call it from time to time, on a thread."""
+        for path, manifests in list(self._manifests.items()):
+            if FileVersion.of(Path(path)) is None:
+                self._manifests.pop(path, None)
+                self._folders.pop(path, None)
+            elif manifests.folder is None:  # nobody has asked for it yet
+                for tag in list(manifests.known):
+                    if self._store.manifest_version(tag) is None:
+                        manifests.known.pop(tag, None)
+            else:
+                self._write_note(manifests, least=MANY)
 
     # Manifests
 
     def keys(self, repository: Reference) -> Mapping[Reference, Digest]:
-        """Return the digests of the manifests of a repository by their tags; without those that cannot be read."""
+        """Return the digests of the manifests of a repository by their tags; without those that cannot be read.
+
+        As long as nothing has changed, it is the same mapping.
+        """
         return self._read(repository).keys
 
     def _read(self, repository: Reference) -> _Manifests:
-        folder, known = self._folder(self._path(repository)), self._manifests.get(repository)
+        path = self._path(repository)
+        folder, known = self._folder(path), self._manifests.get(path)
         if not folder.tags:
-            return _Manifests(folder, {}, {})
+            return _Manifests()
         if known is None or known.folder is not folder:
             raise NotListed(self._read_all, repository)
         return known
 
     def _read_all(self, repository: Reference) -> None:
-        folder, former = self._now(self._path(repository)), self._manifests.get(repository)
-        keys, versions = {}, {}
-        for tag in folder.tags:
-            # Before the manifest is read: a change in between makes another version.
-            version = versions[tag] = self._store.manifest_version(tag)
-            if former is not None and version is not None and former.versions.get(tag) == version:
-                key = former.keys.get(tag)
-            else:
-                key = self._read_one(tag)
-            if key is not None:
-                keys[tag] = key
-        self._manifests[repository] = _Manifests(folder, keys, versions)
+        path = self._path(repository)
+        with self._manifests.setdefault(path, _Manifests()).reading:
+            folder, former = self._now(path), self._manifests[path]
+            if former.folder is folder:
+                return
+            manifests = _Manifests(folder, unnoted=former.unnoted, reading=former.reading)
+            by_key = {one.key: one for one in list(former.known.values())}
+            parsed = PlainDescriptors()
+            for tag in folder.tags:
+                version = manifests.versions[tag] = self._store.manifest_version(tag)
+                one = former.known.get(tag)
+                if one is None or version is None or former.versions.get(tag) != version:
+                    one = self._read_one(tag, by_key, parsed)
+                if one is not None:
+                    manifests.known[tag] = one
+            keys = {tag: one.key for tag, one in manifests.known.items()}
+            manifests.keys = former.keys if keys == former.keys else keys
+            if former.folder is None:
+                self._read_note(repository, manifests)
+            manifests.look()
+            self._manifests[path] = manifests
 
-    def _read_one(self, tag: Reference) -> Digest | None:
+    def _read_one(
+        self, tag: Reference, by_key: dict[Digest, _Known], parsed: PlainDescriptors
+    ) -> _Known | None:
         try:
             data = self._store.read_manifest(tag)
         except BlobstoreError:
             return None
         key = Digest.of(data)
-        if key not in self._blobs:
-            self._blobs[key] = array("Q")
+        one = by_key.setdefault(key, _Known(key))
+        if not one.blobs:
             with contextlib.suppress(BlobstoreError):
-                self._blobs[key] = numbers_of(
-                    blob.digest for blob in Manifest.from_bytes(data).blobs
-                )
-        return key
+                blobs = Manifest.from_bytes(data, parsed).blobs
+                one.blobs = numbers_of({blob.digest for blob in blobs})
+        return one
 
     # Digests
 
     def note(
-        self, repository: Reference, key: Digest, digests: Iterable[Digest], ending: str = ""
+        self, tag: Reference, key: Digest, digests: Iterable[Digest], ending: str = ""
     ) -> None:
         """Remember all digests that a registry has for a manifest, under its tag or one with another ending."""
-        place = self._path(repository), key
+        manifests = self._manifests.setdefault(self._path(tag), _Manifests())
+        one = manifests.known.get(tag)
+        if one is None or one.key != key:
+            one = manifests.known[tag] = _Known(key)
         if ending:
-            self._derived[place] = ending, numbers_of(digests)
-        else:
-            self._made[place] = self._made_of(key, digests, signed_at(self._store, key))
+            one.ending, one.derived = ending, numbers_of(digests)
+            return
+        manifests.unnoted += one.made is None
+        one.made = _made_of(one, digests, signed_at(self._store, key))
+        manifests.found.clear()
 
-    def _made_of(self, key: Digest, digests: Iterable[Digest], signed: int) -> MadeDigests:
-        known = set(self._blobs.get(key, ()))
-        made = array("Q", (one for one in numbers_of(digests) if one not in known))
-        return MadeDigests(signed, made)
+    def having(
+        self, repository: Reference, digest: Digest, seen: Seen = list
+    ) -> Sequence[Reference]:
+        """Return the tags that seem to have a manifest or a blob with this digest, of those that a client sees."""
+        manifests = self._read(repository)
+        found = manifests.found.get((digest, seen)) if manifests.keys else ()
+        if found is None:
+            # With another number of these, it is other work, for which nobody has waited yet.
+            raise NotListed(self._search, repository, digest, seen, len(manifests.unknown))
+        return found
 
-    def having(self, repository: Reference, digest: Digest) -> Sequence[Reference]:
-        """Return the tags that seem to have a manifest or a blob with this digest."""
-        manifests, found = self._read(repository), self._found.get((repository, digest))
-        is_complete = self._complete.get(repository) is manifests or not manifests.keys
-        if found is not None and found.manifests is manifests:
-            if found.tags or found.is_complete:
-                return found.tags
-            if not is_complete:
-                raise NotListed(self._describe_all, repository)
-        if not manifests.keys:
-            return ()
-        raise NotListed(self._search, repository, digest)
+    def _search(self, repository: Reference, digest: Digest, seen: Seen, _: int) -> None:
+        manifests = self._manifests.get(self._path(repository), _Manifests())
+        found = prepared(lambda: seen(_having(manifests, digest)))
+        if found or not self._describe_some(manifests, seen):
+            bounded(manifests.found, _MAX_SEARCHES)[digest, seen] = found
+            self._write_note(manifests, least=MANY)
 
-    def _search(self, repository: Reference, digest: Digest) -> None:
-        manifests = self._manifests[repository]
-        # Before the search, which may miss manifests that are described in between.
-        is_complete = self._complete.get(repository) is manifests
-        path, number, nothing = self._path(repository), number_of(digest), array("Q")
-        found = []
-        for tag, key in manifests.keys.items():
-            made = self._made.get((path, key))
-            if _has(self._blobs.get(key, nothing), number) or (made and _has(made.numbers, number)):
-                found.append(tag)
-            ending, numbers = self._derived.get((path, key), ("", nothing))
-            if _has(numbers, number):
-                found.append(Reference(*tag.parts[:_REPOSITORY], tag.tag + ending))
-        if len(self._found) >= _MAX_SEARCHES:
-            self._found.clear()
-        self._found[repository, digest] = _Found(manifests, is_complete, found)
+    def describe_all(self, repository: Reference, seen: Seen) -> None:
+        """Describe the manifests of a repository that a client sees, a few at a time, and note them."""
+        manifests = prepared(lambda: self._read(repository))
+        while self._describe_some(manifests, seen):
+            manifests = prepared(lambda: self._read(repository))
+        self._write_note(manifests, least=1)
 
-    def _describe_all(self, repository: Reference) -> None:
-        manifests, path = self._manifests[repository], self._path(repository)
-        noted, signed = read_made(self._store, repository), set(self._store.signed_manifests())
-        described = 0
-        for tag, key in manifests.keys.items():
+    def _describe_some(self, manifests: _Manifests, seen: Seen) -> bool:
+        """Describe some that a client sees; return False if all of them are described."""
+        unknown = prepared(lambda: seen(manifests.unknown)) if manifests.unknown else ()
+        for tag in unknown[:MANY]:
+            one = manifests.known.get(tag)
             with self._describing:
-                if (path, key) in self._made:
+                if one is None or one.made is not None:
                     continue
-                last = signed_at(self._store, key) if key in signed else 0
-                found = noted.get(key)
-                if found is None or found.signed != last:
-                    found = MadeDigests(last, array("Q"))  # a registry has nothing of a damaged one
-                    with contextlib.suppress(BlobstoreError):
-                        found = self._made_of(key, self._describe(tag), last)
-                        described += 1
-                self._made[path, key] = found
-        if described >= MANY_TAGS:
-            self._write_note(repository, manifests)
-        self._complete[repository] = manifests
+                signed = signed_at(self._store, one.key)
+                made = MadeDigests(signed, array("Q"))  # a registry has nothing of a damaged one
+                with contextlib.suppress(BlobstoreError):
+                    made = _made_of(one, self._describe(tag), signed)
+                one.made = made
+                manifests.unnoted += 1
+        if unknown:
+            manifests.look()
+        return bool(unknown)
 
-    def _write_note(self, repository: Reference, manifests: _Manifests) -> None:
-        path = self._path(repository)
-        made = {key: self._made[path, key] for key in manifests.keys.values()}
-        write_made(self._store, repository, {key: one for key, one in made.items() if one.numbers})
+    def _read_note(self, repository: Reference, manifests: _Manifests) -> None:
+        noted = read_made(self._store, repository)
+        signed = set(self._store.signed_manifests()) if noted else ()
+        for one in manifests.known.values():
+            found = noted.get(one.key)
+            last = signed_at(self._store, one.key) if one.key in signed else 0
+            if one.made is None and found is not None and found.signed == last:
+                one.made = found
+
+    def _write_note(self, manifests: _Manifests, least: int) -> None:
+        if manifests.unnoted >= least and manifests.keys:
+            manifests.unnoted = 0
+            several = [(one.key, one.made) for one in list(manifests.known.values())]
+            made = {key: made for key, made in several if made is not None and made.numbers}
+            write_made(self._store, next(iter(manifests.keys)), made)
+
+
+def _made_of(one: _Known, digests: Iterable[Digest], signed: int) -> MadeDigests:
+    blobs = set(one.blobs)
+    made = array("Q", (number for number in numbers_of(digests) if number not in blobs))
+    return MadeDigests(signed, made)
+
+
+def _having(manifests: _Manifests, digest: Digest) -> Sequence[Reference]:
+    number, found = number_of(digest), []
+    for tag, one in list(manifests.known.items()):
+        if _has(one.blobs, number) or (one.made and _has(one.made.numbers, number)):
+            found.append(tag)
+        if one.ending and _has(one.derived, number):
+            found.append(Reference(*tag.parts[:_REPOSITORY], tag.tag + one.ending))
+    return found
 
 
 def _has(numbers: array[int], number: int) -> bool:

@@ -6,6 +6,7 @@ The protocols get this value instead of the library. Every model that they ask i
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +14,8 @@ from blobstore.core.digest import Digest
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag
+from blobstore.serve.tags import MANY
+from blobstore.serve.unprepared import prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -70,6 +73,8 @@ class Visible:
         allowed = list(filter(self._library.is_allowed, references))
         origins = self._library.origins(allowed) if self._restricted else {}
         return [one for one in allowed if self.shows(origins.get(one))]
+
+    __call__ = _seen  # equal values see the same, which nobody knows of their methods
 
     # Names
 
@@ -207,12 +212,23 @@ class Visible:
         for artifact in self._library.prepared_artifacts(repository):
             if self.shows(artifact.origin) and artifact.has(digest):
                 yield artifact
-        for tag in self._library.tags_having(repository, digest):
+        for tag in self._library.tags_having(
+            repository, digest, Visible(self._library, self._restricted, self._opened)
+        ):
             found = self.artifact(tag)
             if found is not None and not found.has(digest):
                 self.list_cold_files(found)  # it may be one of these
             if found is not None and found.has(digest):
                 yield found
+
+    def look_ahead(self) -> None:
+        """Compute the digests of repositories with many tags, so that no client waits for them.
+
+        No request causes it, so its duration reveals nothing to clients. Call it on a thread. Raises StoreError.
+        """
+        for repository, count in Counter(map(any_tag, prepared(self.models))).items():
+            if count >= MANY:
+                self._library.describe_all(repository, self)
 
     # About models and artifacts that were returned above
 

@@ -78,10 +78,19 @@ class History:
 
     def of(self, reference: Reference | None) -> Iterator[FormerManifest]:
         """Yield the former manifests of a name that can be read, latest first; without a name, those of all."""
+        if reference is not None:
+            for _, path in self.files([reference]):
+                yield from read_former(path)
+        else:
+            for name in chain(*self._names().values()):
+                yield from read_former(self._layout.history / name)
+
+    def files(self, references: Iterable[Reference]) -> Iterator[tuple[Reference, Path]]:
+        """Yield the files of the former manifests of names, for each the latest first. What one says never changes."""
         found = self._names()
-        names = chain(*found.values()) if reference is None else reversed(found[_key(reference)])
-        for name in names:
-            yield from _read(self._layout.history / name)
+        for reference in references if found else ():
+            for name in reversed(found.get(_key(reference), ())):
+                yield reference, self._layout.history / name
 
     def _names(self) -> defaultdict[str, list[str]]:
         """Return the names of the files of each model, by :func:`_key`, oldest first."""
@@ -127,7 +136,7 @@ class WholeHistory:
                 yield self._folder / name
 
     def _read(self, name: str) -> _Former | None:
-        for former in _read(self._folder / name):
+        for former in read_former(self._folder / name):
             digest = Digest.of(former.data)
             try:
                 manifest = Manifest.from_bytes(former.data, self._known)
@@ -137,7 +146,7 @@ class WholeHistory:
         return None
 
 
-def _read(path: Path) -> Iterator[FormerManifest]:
+def read_former(path: Path) -> Iterator[FormerManifest]:
     """Yield the manifest in a file of the history, if it is one and can be read."""
     with contextlib.suppress(OSError, BlobstoreError):  # removed since, or not a file of ours
         if _NAME.fullmatch(path.name):

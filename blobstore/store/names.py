@@ -341,6 +341,10 @@ class Names:
         """Yield manifests that a name had before, latest first, or all names; a damaged one may be among them."""
         return self._history.of(None if reference is None else Reference.of(reference))
 
+    def former_files(self, references: Iterable[Reference]) -> Iterator[tuple[Reference, Path]]:
+        """Yield the files of the same of some names, none of them read yet; see :func:`read_former`."""
+        return self._history.files(references)
+
     def whole_history(self) -> WholeHistory:
         """Return the manifests that names had before, none of them read yet."""
         return WholeHistory(self._layout)

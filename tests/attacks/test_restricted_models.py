@@ -324,7 +324,7 @@ def test_a_copy_stays_hidden_after_its_source_could_not_be_read(
     for target in (FILE.format("own/copy"), "/v2/own/copy/manifests/latest"):
         assert ask(library, target).status == 404
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
-    monkeypatch.setattr("blobstore.serve.library.time", later)
+    monkeypatch.setattr("blobstore.serve.commits.time", later)
     assert json_of(ask(library, "/v2/_catalog")) == {"repositories": [UNPUBLISHED]}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blobstore.serve.expiring import Expiring
+from blobstore.serve.expiring import Expiring, bounded
 
 
 def test_a_value_holds_for_its_seconds() -> None:
@@ -27,3 +27,11 @@ def test_no_more_values_are_kept_than_allowed() -> None:
         known.set(number, number, 1000)
         assert len(known) <= 5
         assert known.get(number) == number
+
+
+def test_a_dictionary_that_is_full_begins_again() -> None:
+    known = {"a": 1, "b": 2}
+    assert bounded(known, 3) is known
+    assert len(known) == 2
+    assert bounded(known, 2) is known
+    assert not known

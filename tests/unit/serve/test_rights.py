@@ -175,11 +175,3 @@ def test_a_token_is_not_kept() -> None:
     assert client_of("") == EVERYONE
     assert "hf_reader" not in READER
     assert client_of("hf_readeR") != READER
-
-
-def test_a_dictionary_that_is_full_begins_again() -> None:
-    known = {"a": 1, "b": 2}
-    assert rights.bounded(known, 3) is known
-    assert len(known) == 2
-    assert rights.bounded(known, 2) is known
-    assert not known

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,15 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.core.files import FileVersion
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
-from blobstore.serve.tags import MANY_TAGS, Tags
+from blobstore.serve.tags import MANY, Tags
 from blobstore.serve.unprepared import NotListed, prepared
+from blobstore.serve.visible import Visible
 from blobstore.store.local import LocalStore
+from blobstore.store.scan import scan_folder
 from tests.support.serve import ask, json_of
 
 REPOSITORY = Reference.parse("org/model")
@@ -194,8 +198,8 @@ def test_a_list_is_never_of_before_it_was_asked_for(library: Library) -> None:
 def test_what_is_made_is_noted_for_the_next_server(
     library: Library, tags: Tags, described: list[Reference]
 ) -> None:
-    added = add_tags(library, MANY_TAGS)
-    assert having(tags, Digest.of(b"absent")) == []
+    added = add_tags(library, MANY)
+    tags.describe_all(REPOSITORY, list)
     assert described == [REPOSITORY, *added]
     described.clear()
     library.store.keep_signature(tags.keys(REPOSITORY)[added[3]], b"{}", is_verified=False)
@@ -209,10 +213,98 @@ def test_what_is_made_is_noted_for_the_next_server(
     assert described == [added[3], other]  # its name is another
 
 
+def test_a_tag_that_is_added_while_its_repository_is_listed_is_there_at_once(
+    library: Library, tags: Tags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Reference.parse("org/model:v2")
+
+    def overtaken(path: str) -> Iterator[os.DirEntry[str]]:
+        entries = list(scan_folder(path))
+        if not library.store.has_model(str(other)):
+            copy_model("org/model", str(other), store=library.store)
+            tags.list_again(other)
+        return iter(entries)
+
+    # As if the clock of the file system had not moved.
+    version = FileVersion(1, 1, 1, 1, 1)
+    monkeypatch.setattr(FileVersion, "of", lambda path: version if path.exists() else None)
+    monkeypatch.setattr("blobstore.serve.tags.scan_folder", overtaken)
+    assert prepared(lambda: tags.of(REPOSITORY)) == (REPOSITORY, other)
+
+
+def test_a_question_describes_a_few_and_lets_others_have_their_turn(
+    library: Library, tags: Tags, described: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.serve.tags.MANY", 2)
+    add_tags(library, 5)
+    prepared(lambda: tags.keys(REPOSITORY))
+    keys = []
+    for count in (2, 4, 6):
+        with pytest.raises(NotListed) as caught:
+            tags.having(REPOSITORY, Digest.of(b"absent"))
+        caught.value.prepare()
+        keys.append(caught.value.key)
+        assert len(described) == count
+    assert len(set(keys)) == 3, "each is other work, which nobody has waited for"
+    assert having(tags, Digest.of(b"absent")) == []
+    with pytest.raises(NotListed):  # another digest is looked for, and nothing is described
+        tags.having(REPOSITORY, Digest.of(b"another"))
+    assert having(tags, Digest.of(b"another")) == []
+    assert len(described) == 6
+
+
+def test_a_question_describes_what_its_client_sees_alone(
+    library: Library, tags: Tags, described: list[Reference]
+) -> None:
+    added = add_tags(library, 3)
+
+    def seen(several: Iterable[Reference]) -> Sequence[Reference]:
+        return [one for one in several if one != added[1]]
+
+    def found(digest: Digest) -> Sequence[Reference]:
+        return prepared(lambda: tags.having(REPOSITORY, digest, seen))
+
+    assert found(made(added[1])) == []
+    assert described == [REPOSITORY, added[0], added[2]]
+    blob = library.store.resolve("org/model").layers[0].digest
+    assert found(blob) == described
+    assert having(tags, made(added[1])) == [added[1]]
+
+
+def test_nothing_is_kept_of_manifests_that_were_replaced_or_removed(
+    library: Library, tags: Tags
+) -> None:
+    first, second = add_tags(library, 2)
+    assert having(tags, made(first)) == [first]
+    assert having(tags, made(second)) == [second]
+    copy_model("org/model", str(first), store=library.store, force=True)
+    remove_models([str(second)], store=library.store)
+    tags.list_again(REPOSITORY)
+    assert having(tags, made(first)) == having(tags, made(second)) == []
+    (manifests,) = tags._manifests.values()
+    assert manifests.known.keys() == {REPOSITORY, first}
+    assert len({id(one) for one in manifests.known.values()}) == 1
+    remove_models(["org/model", str(first)], store=library.store)
+    tags.tidy()
+    assert not tags._manifests
+
+
+def test_what_clients_were_given_is_noted_from_time_to_time(
+    library: Library, tags: Tags, described: list[Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag in [REPOSITORY, *add_tags(library, 1)]:
+        tags.note(tag, prepared(lambda: tags.keys(REPOSITORY))[tag], [made(tag)])
+    monkeypatch.setattr("blobstore.serve.tags.MANY", 2)
+    tags.tidy()
+    later = Tags(library.store, describer(described))
+    assert having(later, made(REPOSITORY)) == [REPOSITORY]
+    assert described == []
+
+
 def test_an_absent_digest_opens_no_blob_after_a_look_ahead(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_tags(library, MANY_TAGS)
+    add_tags(library, MANY)
     opened: list[Digest] = []
     read = LocalStore.read_blob
 
@@ -220,7 +312,7 @@ def test_an_absent_digest_opens_no_blob_after_a_look_ahead(
         opened.append(digest)
         return read(store, digest, *rest)
 
-    library.look_ahead()
+    Visible.of(library).look_ahead()
     monkeypatch.setattr(LocalStore, "read_blob", counted)
     for one in (library, Library(library.store)):  # as after a restart
         for digest in (Digest.of(b"absent"), Digest.of(b"another")):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
@@ -79,6 +80,25 @@ def test_no_question_finds_what_is_restricted_before_it_was_prepared(library: Li
     assert not library._artifacts.values()
     assert not library._models.values(), "nothing is prepared that is not seen"
     assert all(seen(Visible.of(library, (NAME, ""))).values())
+
+
+def test_nothing_that_is_restricted_is_described_ahead(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[Reference] = []
+    monkeypatch.setattr("blobstore.serve.visible.MANY", 1)
+
+    def describe(tag: Reference) -> list[Digest]:
+        described.append(tag)
+        return []
+
+    monkeypatch.setattr(library._tags, "_describe", describe)
+    library.pulled.note_public(NAME, is_public=False)
+    Visible.of(library).look_ahead()
+    assert described == [MINE]
+    library.pulled.note_public(NAME, is_public=True)
+    Visible.of(library).look_ahead()
+    assert described == [MINE, FETCHED]
 
 
 def test_what_is_not_served_is_not_seen(library: Library) -> None:

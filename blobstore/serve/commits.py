@@ -1,0 +1,218 @@
+"""The commits that the names of a store were fetched from, and those that versions of a repository are served as.
+
+A repository's are found at once, on a thread: also those of versions that had a name before. They hold until its
+names, the history of names or the records of what was fetched change. Until then a commit that no version has needs
+no work, and after that the work for what is new alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blobstore.core.digest import Digest
+from blobstore.core.files import FileVersion
+from blobstore.errors import BlobstoreError
+from blobstore.manifests.model import Manifest
+from blobstore.serve.expiring import bounded
+from blobstore.serve.model_files import commit_of
+from blobstore.serve.names import any_tag, name_of
+from blobstore.serve.pulled import source_of
+from blobstore.serve.tags import settled_until
+from blobstore.serve.unprepared import NotListed, UnknownSource, prepared
+from blobstore.store.history import read_former
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.serve.pulled import Commit, Origin, PulledModels
+    from blobstore.serve.tags import Tags
+    from blobstore.store.local import LocalStore
+
+_DAMAGED_SECONDS: Final = 5.0
+"""Seconds before the origin of a damaged model is looked up again."""
+
+
+class Version(NamedTuple):
+    """A version of a repository, before it is prepared."""
+
+    reference: Reference
+    """A name that has it, or had it."""
+    key: Digest
+    """The digest of its manifest."""
+    origin: Origin | None
+
+    @property
+    def commit(self) -> str:
+        """The commit that it is served as."""
+        return self.origin.commit if self.origin else commit_of(self.key)
+
+
+class _Source(NamedTuple):
+    """What a manifest was imported from."""
+
+    commit: Commit | None
+    until: float = math.inf
+    """Until when that holds."""
+
+
+class _Former(NamedTuple):
+    """What a file of the history has."""
+
+    key: Digest
+    source: _Source
+    with_source: bool
+    """Whether it was looked for, which is of no use while nothing in the store was fetched."""
+
+    def is_known(self, with_source: bool) -> bool:
+        return time.monotonic() < self.source.until and self.with_source >= with_source
+
+
+class _State(NamedTuple):
+    """What the commits of a repository depend on."""
+
+    keys: Mapping[Reference, Digest]
+    history: FileVersion | None
+    records: Mapping[Commit, Origin]
+
+    def is_same(self, other: _State) -> bool:
+        # Records that are read again are new, and equal.
+        return self.keys is other.keys and self[1:] == other[1:]
+
+
+class _Commits(NamedTuple):
+    """The versions of a repository by their commits."""
+
+    state: _State
+    until: float
+    versions: Mapping[str, list[Version]]
+    former: Mapping[Path, _Former]
+
+
+class Commits:
+    """What is known of a store's commits. Threads may share it."""
+
+    def __init__(self, store: LocalStore, pulled: PulledModels, tags: Tags) -> None:
+        """Know none yet."""
+        self._store, self._pulled, self._tags = store, pulled, tags
+        self._sources: dict[Reference, tuple[FileVersion, _Source]] = {}
+        """Of names, by the versions of their manifests."""
+        self._commits: dict[Reference, _Commits] = {}
+
+    def forget_absent(self) -> None:
+        """Forget names and repositories that are gone."""
+        for reference in list(self._sources):
+            if self._store.manifest_version(reference) is None:
+                self._sources.pop(reference, None)
+        for repository in list(self._commits):
+            if not self._tags.now(repository):
+                self._commits.pop(repository, None)
+
+    # Names
+
+    def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
+        """Return what names in the store were fetched from; nothing if no name was. Raises UnknownSource."""
+        found: dict[Reference, Origin | None] = {}
+        changed = []
+        now, records = time.monotonic(), self._pulled.records()
+        for reference in references if records else ():
+            version = self._store.manifest_version(reference)
+            known = self._sources.get(reference)
+            if version is None:
+                continue
+            if known is None or known[0] != version or now >= known[1].until:
+                changed.append(reference)
+            else:
+                found[reference] = records.get(known[1].commit) if known[1].commit else None
+        if changed:
+            raise UnknownSource(self._find_sources, tuple(changed))
+        return found
+
+    def _find_sources(self, references: Iterable[Reference]) -> None:
+        for reference in references:
+            version = self._store.manifest_version(reference)
+            if version is not None:
+                self._sources[reference] = version, self._source(reference)
+
+    def _source(self, reference: Reference, data: bytes | None = None) -> _Source:
+        """Return what a name was imported from, or what it was when it had the manifest ``data``."""
+        try:
+            manifest = self._store.resolve(reference) if data is None else Manifest.from_bytes(data)
+            return _Source(source_of(self._store, manifest))
+        except BlobstoreError:
+            # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
+            # model, only clients that may read the repository get it.
+            several = [*self._pulled.of_repository(name_of(reference))] or [
+                one for one in self._pulled.all() if not self._pulled.is_public(one.repository)
+            ]
+            commit = (several[0].repository, several[0].commit) if several else None
+            return _Source(commit, time.monotonic() + _DAMAGED_SECONDS)
+
+    # Versions
+
+    def having(self, repository: Reference, commit: str) -> Sequence[Version]:
+        """Return the versions of a repository that are served as a commit, also former ones. Raises NotListed."""
+        if not self._tags.of(repository):
+            return ()
+        known, state = self._commits.get(repository), self._state(repository)
+        if known is None or not known.state.is_same(state) or time.monotonic() >= known.until:
+            raise NotListed(self._find, repository)
+        return known.versions.get(commit, ())
+
+    def _state(self, repository: Reference) -> _State:
+        history = FileVersion.of(self._store.folder("history"))
+        return _State(self._tags.keys(repository), history, self._pulled.records())
+
+    def _find(self, repository: Reference) -> None:
+        state = prepared(lambda: self._state(repository))
+        origins = prepared(lambda: self.origins(state.keys))
+        versions = defaultdict[str, list[Version]](list)
+        until = settled_until(state.history)
+        for reference, key in state.keys.items():
+            version = Version(reference, key, origins.get(reference))
+            versions[version.commit].append(version)
+            if origins and reference in self._sources:
+                until = min(until, self._sources[reference][1].until)
+        known = self._commits.get(repository)
+        former: dict[Path, _Former] = {}
+        for reference, path in self._store.names.former_files(self._tags.now(repository)):
+            one = known.former.get(path) if known else None
+            if one is None or not one.is_known(bool(state.records)):
+                one = self._former(reference, path, with_source=bool(state.records))
+            if one is not None:
+                former[path] = one
+                origin = state.records.get(one.source.commit) if one.source.commit else None
+                version = Version(reference, one.key, origin)
+                versions[version.commit].append(version)
+                until = min(until, one.source.until)
+        bounded(self._commits)[repository] = _Commits(state, until, dict(versions), former)
+
+    def _former(self, reference: Reference, path: Path, *, with_source: bool) -> _Former | None:
+        for one in read_former(path):
+            source = self._source(reference, one.data) if with_source else _Source(None)
+            return _Former(Digest.of(one.data), source, with_source=with_source)
+        return None
+
+    def read(self, reference: Reference, key: Digest, commit: str) -> bytes | None:
+        """Return the manifest of a version; None, and forget the version, if it was removed, or lacks a blob."""
+        for data in self._manifests(reference):
+            if Digest.of(data) == key:
+                return data
+        known = self._commits.get(any_tag(reference))
+        several = known.versions.get(commit, []) if known else []
+        several[:] = [one for one in several if one.key != key]
+        return None
+
+    def _manifests(self, reference: Reference) -> Iterator[bytes]:
+        """Yield the manifest of a name, and those that it had before."""
+        with contextlib.suppress(BlobstoreError):
+            yield self._store.read_manifest(reference)
+        with contextlib.suppress(BlobstoreError):
+            for former in self._store.names.former(reference):
+                if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
+                    yield former.data

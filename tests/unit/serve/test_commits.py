@@ -1,0 +1,115 @@
+"""The commits of a repository: those of its names, and of versions that had a name before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.serve.commits import Version
+from blobstore.serve.library import Library
+from blobstore.serve.model_files import commit_of
+from blobstore.serve.unprepared import prepared
+from blobstore.serve.visible import Visible
+from blobstore.store.history import FormerManifest, read_former
+from blobstore.store.local import LocalStore
+
+NAME = Reference.parse("org/model")
+ABSENT = "0" * 40
+
+
+@pytest.fixture
+def library(store: LocalStore) -> Library:
+    save(store, 1)
+    return Library(store)
+
+
+def save(store: LocalStore, number: int, name: str = "org/model") -> str:
+    """Give a name a version, and return its commit."""
+    blobstore.save({"w": np.full(8, number, np.float32)}, name, store=store)
+    return commit_of(Digest.of(store.read_manifest(Reference.parse(name))))
+
+
+def at(library: Library, commit: str) -> Sequence[Version]:
+    return prepared(lambda: library.at_commit(NAME, commit))
+
+
+def names(found: Sequence[Version]) -> list[str]:
+    return [str(one.reference) for one in found]
+
+
+def test_any_absent_commit_is_absent_at_once_after_the_first(library: Library) -> None:
+    assert at(library, ABSENT) == []
+    for number in range(3):
+        assert library.at_commit(NAME, f"{number:040}") == []
+
+
+def test_an_absent_repository_needs_no_work(library: Library) -> None:
+    assert library.at_commit(Reference.parse("nobody/nothing"), ABSENT) == []
+
+
+def test_versions_of_a_name_are_found_while_they_can_be_read(library: Library) -> None:
+    store = library.store
+    blob = store.resolve(NAME).layers[0].digest
+    first = commit_of(Digest.of(store.read_manifest(NAME)))
+    second = save(store, 2)
+    copy_model("org/model", "org/model:v2", store=store)
+    assert names(at(library, first)) == ["org/model:latest"]
+    assert names(at(library, second)) == ["org/model:latest", "org/model:v2"]
+    for one, is_there in ((library, True), (Library(store), False)):
+        found = prepared(partial(Visible.of(one).at_commit, NAME, first))
+        assert (found is not None) == is_there
+        Path(store.blob_path(blob)).unlink(missing_ok=True)
+
+
+def test_a_version_that_was_removed_is_absent(library: Library) -> None:
+    store = library.store
+    commit = save(store, 2, "org/model:v2")
+    assert names(at(library, commit)) == ["org/model:v2"]
+    remove_models(["org/model:v2"], store=store)
+    for entry in store.folder("history").iterdir():
+        entry.unlink()
+    library.list_again(NAME)
+    assert at(library, commit) == []
+
+
+def test_a_manifest_of_the_history_is_read_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> Iterator[FormerManifest]:
+        read.append(path)
+        return read_former(path)
+
+    monkeypatch.setattr("blobstore.serve.commits.read_former", counted)
+    for number in range(2, 6):
+        save(library.store, number)
+        library.list_again(NAME)
+        assert at(library, ABSENT) == []
+    assert len(read) == len(set(read)) == 4
+
+
+def test_a_version_that_comes_while_commits_are_looked_for_is_there_at_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model arrives just after somebody has found that its commit is absent."""
+    find = library._commits._find
+    commits: list[str] = []
+
+    def overtaken(repository: Reference) -> None:
+        find(repository)
+        if not commits:
+            commits.append(save(library.store, 2, "org/model:v2"))
+            library.list_again(repository)
+
+    monkeypatch.setattr(library._commits, "_find", overtaken)
+    assert at(library, ABSENT) == []
+    assert names(at(library, commits[0])) == ["org/model:v2"]
