@@ -78,11 +78,15 @@ if TYPE_CHECKING:
     from blobstore.operations.open import open_model as open  # noqa: A004
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
+    from blobstore.operations.transfer.lock_file import LockedModel
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.operations.transfer.push import Pushed
     from blobstore.operations.transfer.push import push_model as push
     from blobstore.operations.transfer.registry_target import RegistryOptions
+    from blobstore.operations.transfer.sync import SyncedModel
+    from blobstore.operations.transfer.sync import lock_models as lock
+    from blobstore.operations.transfer.sync import sync_models as sync
     from blobstore.pages.write import Page
     from blobstore.pages.write import write_page as page
     from blobstore.remotes.addresses import ReadPlan
@@ -118,6 +122,7 @@ _HOMES = {
     "Linked": ("blobstore.operations.export.link", "Linked"),
     "ListedModel": ("blobstore.operations.describe.list", "ListedModel"),
     "LocalStore": ("blobstore.store.local", "LocalStore"),
+    "LockedModel": ("blobstore.operations.transfer.lock_file", "LockedModel"),
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
@@ -139,6 +144,7 @@ _HOMES = {
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreLike": ("blobstore.store.local", "StoreLike"),
     "StoreUsage": ("blobstore.operations.describe.disk_usage", "StoreUsage"),
+    "SyncedModel": ("blobstore.operations.transfer.sync", "SyncedModel"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
     "Verified": ("blobstore.operations.maintenance.verify", "Verified"),
@@ -163,6 +169,7 @@ _HOMES = {
     "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
     "link": ("blobstore.operations.export.link", "link_model"),
     "list": ("blobstore.operations.describe.list", "list_models"),
+    "lock": ("blobstore.operations.transfer.sync", "lock_models"),
     "open": ("blobstore.operations.open", "open_model"),
     "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
@@ -180,6 +187,7 @@ _HOMES = {
     "show": ("blobstore.operations.describe.show", "describe_model"),
     "show_source": ("blobstore.operations.describe.show", "model_source"),
     "sign": ("blobstore.operations.sign.sign", "sign_model"),
+    "sync": ("blobstore.operations.transfer.sync", "sync_models"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
@@ -208,6 +216,7 @@ __all__ = [
     "Linked",
     "ListedModel",
     "LocalStore",
+    "LockedModel",
     "Model",
     "ModelDescription",
     "ModelInfo",
@@ -229,6 +238,7 @@ __all__ = [
     "SourceRecord",
     "StoreLike",
     "StoreUsage",
+    "SyncedModel",
     "Thawed",
     "Unpacked",
     "Verified",
@@ -253,6 +263,7 @@ __all__ = [
     "inspect",
     "link",
     "list",
+    "lock",
     "open",
     "open_archive",
     "open_checkpoint",
@@ -270,6 +281,7 @@ __all__ = [
     "show",
     "show_source",
     "sign",
+    "sync",
     "thaw",
     "unpack",
     "verify",
@@ -287,6 +299,8 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
         elif name in _HOMES:
             module, attribute = _HOMES[name]
             value = getattr(import_module(module), attribute)
+            if attribute != name:  # so that help() shows the name that callers use
+                value.__name__, value.__qualname__, value.__module__ = name, name, "blobstore"
         else:
             raise AttributeError(f"module 'blobstore' has no attribute {name!r}")
         globals()[name] = value

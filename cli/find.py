@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-@click.command("find", short_help="Find the models that have a blob, a tensor or a file.")
+@click.command("find", short_help="Find models by name, blob, tensor or file.")
 @click.argument("what", metavar="DIGEST|NAME", type=arguments.TENSOR_OR_FILE)
 @options.shared("store", "json")
 def command(what: str, store: LocalStore, out: Output) -> None:
     """Find the models that have a blob whose digest begins with DIGEST, or a tensor or file NAME.
 
-    DIGEST is four or more hexadecimal digits; it may be that of a manifest too. NAME may be a glob
-    such as '*.embed_tokens.*'. Only manifests and headers are read.
+    DIGEST is four or more hexadecimal digits; it may be that of a manifest too. Models that have NAME in
+    their own name are found too. NAME may be a glob such as '*.embed_tokens.*'. Only manifests and
+    headers are read.
     """
     from blobstore.operations.describe.find import find_content
     from blobstore.store.name_patterns import is_pattern
@@ -32,7 +33,9 @@ def command(what: str, store: LocalStore, out: Output) -> None:
         advice = ""
         if not is_pattern(what) and (near := find_content(f"*{what}*", store=store).places):
             advice = arguments.glob_advice(what, [place.name for place in near])
-        raise NotFound(f"no model has a blob, tensor or file {quote(what)}", advice=advice)
+        raise NotFound(
+            f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
+        )
     rows = [
         (
             render.cell(place.reference),

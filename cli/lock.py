@@ -43,16 +43,10 @@ def command(
     from its repository and commit on the Hub. Other models are looked for at REMOTE, as push puts them
     there.
     """
-    from blobstore.core.arguments import local_path
-    from blobstore.core.files import write_file
-    from blobstore.core.targets import check_new_file
-    from blobstore.operations.transfer.lock_file import format_lock
     from blobstore.operations.transfer.sync import lock_models
 
-    chosen = arguments.models(store, names, needs_store=True) or store.references()
-    check_new_file(local_path(file), overwrite=True)
-    models = lock_models(chosen, remote=remote, store=store)
-    write_file(local_path(file), [format_lock(models).encode()])
+    chosen = arguments.models(store, names, needs_store=True)
+    models = lock_models(chosen, file, remote=remote, store=store)
     alone = [quote(model.reference) for model in models if not model.has_origin]
     fields = "name=reference manifest remote repository commit"
     records = output.records(models, fields)

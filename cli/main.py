@@ -57,6 +57,13 @@ _ELSEWHERE = {
         "'blobstore run' and 'blobstore serve' end with Ctrl-C in their terminal, and 'blobstore list' shows the "
         "models",
     ),
+    "open": "'blobstore show NAME' lists the tensors of a model, and 'blobstore.open' maps them in Python",
+    "upgrade": "a new version of the program comes with pip; stores of earlier versions stay as they are",
+    **dict.fromkeys(
+        ("dedup", "dedupe", "deduplicate", "optimize"),
+        "equal tensors are always stored once; 'blobstore freeze' compresses models, and 'blobstore du' shows "
+        "what they share",
+    ),
     "tags": "'blobstore list NAME' shows the tags of a name, and 'blobstore list oci://HOST/REPOSITORY' those in "
     "a registry",
     **dict.fromkeys(
@@ -86,7 +93,8 @@ _SYNONYMS = {
     **dict.fromkeys(("watch", "subscribe", "track"), "follow"),
     "copy": "cp",
     "rename": "mv",
-    "stats": "du",
+    **dict.fromkeys(("stats", "size"), "du"),
+    "start": "serve",
     **dict.fromkeys(("benchmark", "ceiling", "speed"), "bench"),
     **dict.fromkeys(("html", "ui", "picture"), "page"),
     "scan": "inspect",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 _JSON_KEY = "blobstore.json"
 _WAIT_KEY = "blobstore.wait"
-_DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhdw])", re.ASCII)
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -45,10 +42,12 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None
     """
     if value is None:
         return None
-    match = _DURATION.fullmatch(value.strip())
-    if match is None:
-        raise click.BadParameter(f"{quote(value)} is not a time such as 30m, 1h or 2d", ctx, param)
-    return float(match["number"]) * _SECONDS[match["unit"]]
+    from blobstore.core.arguments import parse_seconds
+
+    try:
+        return parse_seconds(value)
+    except UsageError as error:
+        raise click.BadParameter(error.message, ctx, param) from None
 
 
 def parse_rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

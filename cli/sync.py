@@ -8,12 +8,9 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import resumable_progress
-from blobstore.core.escape import quote
-from blobstore.errors import NotFound
 
 if TYPE_CHECKING:
     from blobstore.cli.output import Output
-    from blobstore.operations.transfer.lock_file import LockedModel
     from blobstore.store.local import LocalStore
 
 _DIFFERENT = 1
@@ -44,7 +41,7 @@ def command(
 
     with resumable_progress() as progress:
         models = sync_models(
-            _read(file),
+            file,
             store=store,
             check=check,
             replace_others=not frozen,
@@ -76,16 +73,3 @@ def command(
     )
     if different:
         click.get_current_context().exit(_DIFFERENT)
-
-
-def _read(file: str) -> list[LockedModel]:
-    from blobstore.core import toml
-    from blobstore.core.arguments import local_path
-    from blobstore.core.files import read_regular
-    from blobstore.operations.transfer.lock_file import parse_lock
-
-    try:
-        text = read_regular(local_path(file, "source"), toml.MAX_SIZE).decode(errors="replace")
-    except FileNotFoundError:
-        raise NotFound(f"there is no lock file {quote(file)}") from None
-    return parse_lock(text, quote(file))

@@ -61,6 +61,8 @@ class Reference:
                 f"not a model name: {quote_place(text)} is an address in a registry",
                 advice="fetch the model with 'blobstore pull' first",
             )
+        if text.startswith(("/", "./", "../", "~")):
+            raise InvalidReference(f"not a model name: {quote_place(text)} is a path")
         path, slash, last = text.rpartition("/")
         model, colon, tag = last.partition(":")
         if colon and not tag:

@@ -24,6 +24,8 @@ _UNITS = {
     **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
     **{f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)},
 }
+_DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhdw])", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def local_path(path: str | os.PathLike[str], role: Role = "target") -> Path:
@@ -53,3 +55,30 @@ def parse_bytes(text: str) -> int:
     if match is None or unit is None:
         raise UsageError(f"{quote(text)} is not a size such as 5GB or 500MiB")
     return int(float(match["number"]) * unit)
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds that ``30m``, ``1h``, ``1.5d`` or ``0s`` spell. A number without a unit is an error.
+
+    Raises:
+        UsageError: it spells none.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{quote(text)} is not a time such as 30m, 1h or 2d")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def seconds_of(value: float | str, argument: str) -> float:
+    """Return the seconds of an argument, which is a number or spells a duration.
+
+    Raises:
+        UsageError: it is neither, or below 0.
+    """
+    if isinstance(value, str):
+        return parse_seconds(value)
+    if not (isinstance(value, int | float) and value >= 0):
+        raise UsageError(
+            f"{argument} must be 0 seconds or more, or a text such as '1h', got {value!r}"
+        )
+    return value

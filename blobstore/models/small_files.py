@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
+from blobstore.core.digest import Digest
 from blobstore.core.escape import did_you_mean, quote
 from blobstore.errors import (
     BlobDamaged,
@@ -66,6 +67,16 @@ class ModelFiles:
         self.store = store
         """The store that holds the model."""
         self._manifest = manifest
+
+    @property
+    def name(self) -> str:
+        """The model's name as text, with its tag."""
+        return str(self.reference)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the manifest, which identifies the model."""
+        return Digest.of(self._manifest)
 
     @property
     def data(self) -> bytes:

@@ -190,7 +190,6 @@ def open_model(
 
 
 # The public name, for help() and for the errors of wrong arguments.
-open_model.__name__ = open_model.__qualname__ = "open"
 open_model.__module__ = "blobstore"
 
 

@@ -39,6 +39,7 @@ ingest(items, target, *, executor, retries, on_done, options)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
 list(store, *, read_sources, on_error)
+lock(references, path, *, remote, store)
 open(reference, *, store, framework, device, verify, dequantize, read, prefetch, thaw, cache, cache_limit, plan, progress)
 open_archive(path)
 open_checkpoint(path, *, subtree)
@@ -56,6 +57,7 @@ save(tensors, reference, *, files, store, background, jobs, progress)
 show(reference, *, store, plain_http)
 show_source(reference, *, store, plain_http)
 sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
+sync(models, *, store, check, replace_others, streams, limit_rate, jobs, plain_http, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
 unpack(path, references, *, store, signatures, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress, on_error)
@@ -63,8 +65,8 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported Followed FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion QuantizeOptions ReadPlan Reference
-RegistryOptions RemovedModels Repaired Signed SourceOptions SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
+ListedModel LocalStore LockedModel Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion QuantizeOptions ReadPlan Reference
+RegistryOptions RemovedModels Repaired Signed SourceOptions SourceRecord StoreLike StoreUsage SyncedModel Thawed Unpacked Verified
 """
 
 
@@ -169,6 +171,12 @@ def test_options_have_the_defaults_of_the_command_line(function: str) -> None:
         default = parameters[str(option.name)].default
         default = None if default is inspect.Parameter.empty else default
         assert (given or None) == (default or None), option.name
+
+
+def test_help_shows_functions_under_their_public_names() -> None:
+    names = [line.partition("(")[0] for line in FUNCTIONS.split("\n")[1:-1]]
+
+    assert [getattr(blobstore, name).__name__ for name in names] == names
 
 
 def test_importing_the_package_imports_only_the_list_of_what_draws_pictures() -> None:

@@ -1,4 +1,4 @@
-"""The operation ``find``: which models have a blob, a tensor or a file."""
+"""The operation ``find``: which models have a name, a blob, a tensor or a file."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ class FoundPlaces(NamedTuple):
 
 
 def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
-    """Find the models that have a blob, a tensor or a file. Only manifests and headers are read.
+    """Find models by their names, and those that have a blob, a tensor or a file.
+
+    Only manifests and headers are read.
 
     Args:
         text: four or more hexadecimal digits with which the digest of a manifest or blob begins; or
-            the name of a tensor or file, or a glob. Names are looked for if no digest begins so.
+            the name of a tensor or file, a part of a model's name in any case, or a glob of either. Names
+            are looked for if no digest begins so.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
     Returns:
@@ -65,6 +68,9 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     if not places:
         search = _Search(store, text)
         for entry in entries:
+            if entry.digest is not None and search.has_name(entry.reference):
+                size = sum(entry.blobs.values())
+                places.append(FoundPlace(entry.reference, "model", "", size, entry.digest))
             places += search.places(entry, errors)
     return FoundPlaces(tuple(places), tuple(errors))
 
@@ -90,6 +96,13 @@ class _Search:
         self._is_pattern = is_pattern(text)
         self._found: dict[tuple[BlobId, str], list[StoredTensor] | BlobstoreError] = {}
         """The contents of blobs by the names of their layers, or the reason why they are unknown."""
+
+    def has_name(self, reference: Reference) -> bool:
+        """Return whether a model's name has the text in it, whatever its case, or matches the glob."""
+        name = str(reference)
+        if self._is_pattern:
+            return glob_matches(name, self._text)
+        return self._text.casefold() in name.casefold()
 
     def places(self, entry: CatalogEntry, errors: list[BlobstoreError]) -> Iterator[FoundPlace]:
         """Yield the tensors and files of a model that have the name."""

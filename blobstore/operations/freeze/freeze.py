@@ -28,6 +28,7 @@ from blobstore.cold_blobs.builder import (
 )
 from blobstore.cold_blobs.plan import FreezePlan, Need, plan_freeze
 from blobstore.compression.level import Level, check_compression_level
+from blobstore.core.arguments import seconds_of
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder
 from blobstore.core.progress import of_passes
@@ -105,7 +106,7 @@ def freeze_models(
     base: str | Reference | None = None,
     find_base: bool = True,
     keep_hot: bool = False,
-    older_than: float | None = None,
+    older_than: float | str | None = None,
     dry_run: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -123,7 +124,8 @@ def freeze_models(
         find_base: search for base models, in model cards and by similarity, unless ``base`` is given.
             Search also for equal tensors with other names.
         keep_hot: keep the uncompressed files too.
-        older_than: skip models that were created, copied or thawed within so many seconds.
+        older_than: skip models that were created, copied or thawed within so many seconds, or a text such as
+            ``30d``.
         dry_run: write nothing, and estimate the sizes from samples.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a layer, the bytes done and the bytes in total.
@@ -141,8 +143,9 @@ def freeze_models(
     started = time.monotonic()
     check_compression_level(level)
     check_jobs(jobs)
+    age = None if older_than is None else seconds_of(older_than, "older_than")
     names = Reference.all_of(references)
-    if not names and older_than is None:
+    if not names and age is None:
         raise UsageError(
             "name the models to freeze, or give the age from which on models are frozen"
         )
@@ -152,7 +155,7 @@ def freeze_models(
         store,
         names,
         estimator,
-        older_than=older_than,
+        older_than=age,
         base=None if base is None else Reference.of(base),
         find_base=find_base,
         report=lambda what: progress(what, 0, 0) if progress is not None else None,

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from blobstore.core import interrupts
+from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
-from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
+from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.local import LocalStore, StoreLike
@@ -124,7 +125,7 @@ class Collected:
 def collect_garbage(
     store: StoreLike = None,
     *,
-    older_than: float | None = None,
+    older_than: float | str | None = None,
     dry_run: bool = False,
     force: bool = False,
 ) -> Collected:
@@ -134,8 +135,8 @@ def collect_garbage(
 
     Args:
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        older_than: keep files that were written within this many seconds; by default an hour for
-            blobs, and a week for unfinished downloads.
+        older_than: keep files that were written within this many seconds, or within a text such as ``1h``;
+            by default an hour for blobs, and a week for unfinished downloads.
         dry_run: remove nothing; report what would be removed.
         force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
@@ -148,16 +149,15 @@ def collect_garbage(
             removed.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written.
-        UsageError: ``older_than`` is negative.
+        UsageError: ``older_than`` is negative, or no time.
     """
-    if older_than is not None and not older_than >= 0:
-        raise UsageError(f"older_than must be 0 seconds or more, got {older_than}")
+    age = None if older_than is None else seconds_of(older_than, "older_than")
     store = LocalStore.of(store)
     store.check_root()
     if not store.root.exists():
         return Collected()
     with store.writing(is_dry=dry_run):
-        collection = _Collection(store, older_than, dry_run=dry_run)
+        collection = _Collection(store, age, dry_run=dry_run)
         deltas, others = collection.candidates()
         refusal = "" if force else collection.refusal([*deltas, *others])
         if refusal and not dry_run:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
@@ -58,7 +59,7 @@ class CollectedObjects:
 def collect_objects(
     address: str | StoreAddress,
     *,
-    older_than: float = GRACE,
+    older_than: float | str = GRACE,
     dry_run: bool = False,
     force: bool = False,
 ) -> CollectedObjects:
@@ -66,7 +67,7 @@ def collect_objects(
 
     Args:
         address: the store, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``.
-        older_than: keep blobs that were written within this many seconds.
+        older_than: keep blobs that were written within this many seconds, or within a text such as ``1h``.
         dry_run: delete nothing; report what would be deleted.
         force: delete even if there are no manifests, or if these are over 90 % of all blobs.
 
@@ -79,7 +80,9 @@ def collect_objects(
         NotFound: there is no store.
         RemoteError: the object storage cannot be reached, or denies access.
         StoreBusy: another collection is running.
+        UsageError: ``older_than`` is negative, or no time.
     """
+    age = seconds_of(older_than, "older_than")
     address = address if isinstance(address, StoreAddress) else StoreAddress.parse(address)
     store = ObjectStore(address)
     # Before the note of the collection is written there. A push that was killed leaves a lease alone.
@@ -93,7 +96,7 @@ def collect_objects(
         references = store.references()
         needed = _needed(store, references)
         garbage = {digest: item for digest, item in blobs.items() if digest not in needed}
-        oldest = collection.now - timedelta(seconds=older_than)
+        oldest = collection.now - timedelta(seconds=age)
 
         def is_old(item: ObjectInfo) -> bool:
             return item.modified <= oldest and (

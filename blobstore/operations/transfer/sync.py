@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.files import write_file
 from blobstore.core.progress import of_items
+from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
@@ -17,11 +21,11 @@ from blobstore.errors import (
     NameTaken,
     UnsupportedSource,
 )
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Names, Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.create.import_options import ImportOptions
-from blobstore.operations.transfer.lock_file import LockedModel
+from blobstore.operations.transfer.lock_file import LockedModel, format_lock, read_lock
 from blobstore.operations.transfer.many import place_of, pull_order
 from blobstore.operations.transfer.pull import STREAMS, pull_model
 from blobstore.registry.reference import RemoteReference
@@ -55,12 +59,17 @@ class SyncedModel:
 
 
 def lock_models(
-    references: Iterable[str | Reference], *, remote: str | None = None, store: StoreLike = None
+    references: Names = (),
+    path: str | os.PathLike[str] | None = None,
+    *,
+    remote: str | None = None,
+    store: StoreLike = None,
 ) -> list[LockedModel]:
     """Return the entries of a lock file for models: digests, and the origin of each.
 
     Args:
-        references: the models.
+        references: the models; by default all models of the store.
+        path: the lock file to write, which is replaced; None for none.
         remote: a store in object storage, or the start of repositories in a registry, that has the models
             that came neither from a remote nor from the Hub.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
@@ -70,12 +79,17 @@ def lock_models(
         InvalidManifest, BlobMissing, BlobDamaged: a model is damaged.
         BlobDamaged: ``remote`` has another model of that name.
         RemoteError: ``remote`` cannot be reached.
+        BlobstoreError: the file cannot be written, or would be too large to be read.
     """
     local = LocalStore.of(store)
-    return [
-        _locked(local, name, remote)
-        for name in sorted(dict.fromkeys(map(Reference.of, references)))
-    ]
+    file = None if path is None else local_path(path)
+    if file is not None:
+        check_new_file(file, overwrite=True)
+    names = Reference.all_of(references) or local.references()
+    models = [_locked(local, name, remote) for name in sorted(names)]
+    if file is not None:
+        write_file(file, [format_lock(models).encode()])
+    return models
 
 
 def _locked(store: LocalStore, name: Reference, remote: str | None) -> LockedModel:
@@ -111,13 +125,16 @@ def _locked(store: LocalStore, name: Reference, remote: str | None) -> LockedMod
 
 
 def sync_models(
-    models: Sequence[LockedModel],
+    models: str | os.PathLike[str] | Sequence[LockedModel],
     *,
     store: StoreLike = None,
     check: bool = False,
     replace_others: bool = True,
+    streams: int = STREAMS,
+    limit_rate: int | None = None,
+    jobs: int | None = None,
+    plain_http: bool | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> list[SyncedModel]:
     """Make a store have the models of a lock file, with the same manifests, and return the outcome for each.
 
@@ -125,21 +142,28 @@ def sync_models(
     being fetched. Other models of the store stay.
 
     Args:
-        models: what :func:`~blobstore.operations.transfer.lock_file.parse_lock` returned.
+        models: the path of a lock file, or what :func:`lock_models` returned.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         check: fetch nothing; return what differs.
         replace_others: replace other models that have the names; ``restore`` brings them back.
+        streams: as for :func:`pull_model`.
+        limit_rate: likewise.
+        jobs: likewise.
+        plain_http: likewise.
         progress: called with the number of the model and its name.
-        options: as for :func:`pull_model`.
 
     Raises:
+        NotFound: there is no such lock file.
         StoreError: the store cannot be used.
-        UsageError: an argument is invalid.
+        UsageError: an argument is invalid, or the file is not a lock file.
     """
+    if isinstance(models, str | os.PathLike):
+        models = read_lock(local_path(models, "source"))
+    options = {"streams": streams, "limit_rate": limit_rate, "jobs": jobs, "plain_http": plain_http}
     local = LocalStore.of(store)
     results = [_compared(local, model) for model in models]
     different = [number for number, result in enumerate(results) if result.state != "present"]
-    order = [] if check else _in_order(local, models, different, options.get("plain_http"))
+    order = [] if check else _in_order(local, models, different, plain_http)
     names = [str(models[number].reference) for number in order]
     for position, number in enumerate(order):
         step = of_items(progress, "models", names, [0] * len(names), position)

@@ -50,6 +50,12 @@ def test_rejects_invalid_names(text: str) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("text", ["/srv/models", "./m", "../m", "~/models"])
+def test_says_that_a_path_is_not_a_name(text: str) -> None:
+    with pytest.raises(InvalidReference, match="not a model name: '.*' is a path$"):
+        Reference.parse(text)
+
+
 @pytest.mark.parametrize(
     ("part", "limit"), [("host", 255), ("namespace", 80), ("model", 80), ("tag", 80)]
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.core.digest import Digest
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -33,7 +34,9 @@ def store(tmp_path: Path) -> LocalStore:
 def test_returns_the_manifest_of_a_name(store: LocalStore) -> None:
     reference = Reference.parse("m")
     for name in ("m", reference):
-        assert ModelFiles.of(name, store).manifest == store.resolve(reference)
+        files = ModelFiles.of(name, store)
+        assert files.manifest == store.resolve(reference)
+        assert (files.name, files.digest) == ("m:latest", Digest.of(files.data))
     with pytest.raises(ModelNotFound):
         ModelFiles.of("none", store)
 

@@ -42,6 +42,14 @@ def test_finds_blobs_and_models_by_the_start_of_a_digest(store: LocalStore) -> N
     assert found(store, ident.short) == expected
 
 
+def test_finds_models_by_a_part_of_their_names_in_any_case(store: LocalStore) -> None:
+    copy_model("a", "team/Tiny-Chat:v1", store=store)
+    assert found(store, "tiny") == [("team/Tiny-Chat:v1", "model", "")]
+    assert found(store, "TEAM/") == [("team/Tiny-Chat:v1", "model", "")]
+    assert found(store, "*-Chat:*") == [("team/Tiny-Chat:v1", "model", "")]
+    assert found(store, "*-chat:v2") == []
+
+
 def test_reports_manifests_that_cannot_be_read(store: LocalStore) -> None:
     store.manifest_path(Reference.parse("a")).write_bytes(b"{")
     result = blobstore.find("x", store=store)

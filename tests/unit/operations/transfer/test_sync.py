@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, UnsupportedSource
+from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, NotFound, UnsupportedSource
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
+from blobstore.operations.maintenance.names import copy_model
 from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.operations.transfer.many import push_models
 from blobstore.operations.transfer.pull import pull_model
@@ -49,6 +50,23 @@ def test_another_machine_gets_the_same_models(
     assert states(locked, other) == ["present"]
     assert other.read_manifest("one") == local.read_manifest("one")
     assert lock_models(["one"], store=other) == locked  # what was pulled has an origin
+
+
+def test_a_lock_file_has_all_models_unless_some_are_named(
+    local: LocalStore, bucket: str, other: LocalStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.lock"
+    copy_model("one", "two", store=local)
+    assert [str(model.reference) for model in lock_models((), file, store=local)] == [
+        "one:latest",
+        "two:latest",
+    ]
+    lock_models("one", file, remote=bucket, store=local)  # replaces it
+    assert [(str(model.reference), model.state) for model in sync_models(file, store=other)] == [
+        ("one:latest", "fetched")
+    ]
+    with pytest.raises(NotFound, match="there is no lock file"):
+        sync_models(tmp_path / "absent.lock", store=other)
 
 
 def test_another_model_of_the_name_is_replaced_unless_that_is_not_wanted(
