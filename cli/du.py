@@ -27,6 +27,7 @@ _SPACES = {
     "partial": "unfinished downloads",
     "quarantine": "damaged files in quarantine",
     "caches": "caches",
+    "copies": 'copies for servers, made by "blobstore run"; "blobstore gc" frees them',
     "manifests": "manifests",
 }
 

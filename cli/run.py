@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from blobstore.cli import arguments, options, output
+from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 from blobstore.errors import MissingLibrary, UsageError
@@ -128,7 +128,7 @@ def command(
         out.result({"command": words, "address": address}, shlex.join(words))
         return
     if folder is not None and str(folder) in " ".join(words):
-        _link_if_needed(store, model, folder, name)
+        _link_if_needed(store, model, folder, name, is_gguf=bool(gguf))
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
@@ -148,33 +148,40 @@ def _check_generates(store: LocalStore, model: Reference) -> None:
 
 def _folder(store: LocalStore, model: Reference) -> Path:
     """Return the folder of links for a server that cannot read the store."""
-    from pathlib import Path
-
     from blobstore.core.digest import Digest
+    from blobstore.store.copies import copies_folder
 
-    digest = Digest.of(store.read_manifest(model))
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        raise UsageError("there is no home folder; set XDG_CACHE_HOME") from None
-    return Path(cache, "blobstore", "run", digest.hex[:32])
+    if (folder := copies_folder(store.root)) is None:
+        raise UsageError("there is no home folder; set XDG_CACHE_HOME")
+    return folder / Digest.of(store.read_manifest(model)).hex[:32]
 
 
-def _link_if_needed(store: LocalStore, model: Reference, folder: Path, server: str) -> None:
+def _link_if_needed(
+    store: LocalStore, model: Reference, folder: Path, server: str, *, is_gguf: bool
+) -> None:
     """Make the folder of links, unless an earlier run has made it and all of its files are there."""
     from blobstore.cli.thaw import thaw_whole
     from blobstore.operations.export.link import is_linked, link_model
+    from blobstore.store.copies import hold_copies
 
+    hold_copies(folder.parent)
     if is_linked(model, folder, store=store):
+        os.utime(folder)  # gc removes what was used longest ago
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress:
-        thawed = thaw_whole(model, store, progress)
-        link_model(model, folder, store=store, force=True, progress=progress)
-    if thawed.blobs:
+        # GGUF files are copies in any case, so their blobs may stay frozen.
+        thawed = None if is_gguf else thaw_whole(model, store, progress)
+        linked = link_model(model, folder, store=store, force=True, progress=progress)
+    if thawed is not None and thawed.blobs:
         output.show_note(
             f"{model} was frozen, and {server} reads files: it is thawed now; "
             f"'blobstore freeze {model}' compresses it again"
+        )
+    if linked.copied:
+        size = render.human_bytes(linked.bytes_copied)
+        output.show_note(
+            f"{server} reads files: a copy of {size} is in {escape(str(folder))}; "
+            "'blobstore gc' removes it when no server uses it"
         )
 
 

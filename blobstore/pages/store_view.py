@@ -31,6 +31,7 @@ _REST = {
     "partial": ("other", "unfinished downloads"),
     "quarantine": ("other", "damaged files in quarantine"),
     "caches": ("other", "caches"),
+    "copies": ("other", "copies for servers"),
     "manifests": ("other", "manifests"),
 }
 

@@ -17,6 +17,7 @@ from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store.copies import copies
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
@@ -100,13 +101,15 @@ class StoreUsage:
     """Damaged files that were replaced."""
     caches: Space
     """The header index, verification results, leases, and blobs of remote models alone."""
+    copies: Space
+    """Copies for servers that ``run`` has started, outside of the store."""
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         blobs = (self.referenced, self.unreferenced, self.foreign)
         others = (self.manifests, self.temporary, self.partial, self.quarantine, self.caches)
-        return sum(space.size for space in blobs + others)
+        return sum(space.size for space in (*blobs, *others, self.copies))
 
     @property
     def dedup_ratio(self) -> float | None:
@@ -233,6 +236,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
                 *(blobs.sizes.get(digest, 0) for digest in holdings.cached - held),
             ]
         ),
+        copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
     )
 
 

@@ -25,7 +25,6 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.folders import writer
 from blobstore.folders.link_plan import plan_links
-from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.operations.export.reflink import clone_data
@@ -100,7 +99,7 @@ def link_model(
             not be written.
         BlobstoreError: the model has no tensors, the folder exists or cannot be written, or hard
             links cannot be made there.
-        StoreError: the model is frozen.
+        StoreError: the model is frozen, and its files are not copies in any case.
         UsageError: ``jobs`` is below 1.
     """
     started = time.monotonic()
@@ -108,15 +107,16 @@ def link_model(
     reference = Reference.of(reference)
     store = LocalStore.of(store)
     manifest = store.resolve(reference)
-    if any(store.is_cold(layer.digest) for layer in manifest.layers_of(media_types.TENSOR)):
-        raise StoreError(
-            f"model {reference} is frozen, but links need uncompressed blobs",
-            advice=f"'blobstore thaw {reference}', or link with --thaw, decompresses them",
-        )
     target = writer.resolve_target(folder, force=force)
     try:
         with gc_paused():  # a model has thousands of tensors
             plan = plan_links(ModelContents(store, manifest))
+        layers = [*(it.layer for it in plan.links), *(it.layer for it in plan.relabelled)]
+        if any(store.is_cold(layer.digest) for layer in layers):
+            raise StoreError(
+                "it is frozen, but links need uncompressed blobs",
+                advice=f"'blobstore thaw {reference}', or link with --thaw, decompresses them",
+            )
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             for name, layer in plan.files.items():

@@ -30,6 +30,7 @@ from blobstore.core.files import FileVersion, allocated, read_regular, sync_fold
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.operations.sign.require_trust import unusable_signatures
+from blobstore.store.copies import remove_copies
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.notes import repository_key
@@ -59,7 +60,7 @@ class Removed(NamedTuple):
     """A file that was removed, or would be."""
 
     path: Path
-    """Below the root of the store."""
+    """Below the root of the store; absolute if it is elsewhere."""
     size: int
     """Bytes."""
 
@@ -87,8 +88,8 @@ class Collected:
     blobs: tuple[Removed, ...] = field(default=(), repr=False)
     """Blobs that no manifest references, hot and cold."""
     leftovers: tuple[Removed, ...] = field(default=(), repr=False)
-    """Temporary files and leases of dead processes, caches of removed models, and old unfinished downloads
-    and uploads."""
+    """Temporary files and leases of dead processes, caches of removed models, old unfinished downloads
+    and uploads, and copies that ``run`` has made."""
     folders: tuple[Path, ...] = ()
     """Empty folders of manifests, below the root."""
     kept_blobs: tuple[KeptBlob, ...] = field(default=(), repr=False)
@@ -169,6 +170,8 @@ def collect_garbage(
         with collection.lock():
             leftovers = tuple(collection.remove_leftovers())
             folders = tuple(collection.remove_empty_folders())
+        removed = remove_copies(store.root, collection.older_than, is_dry=dry_run)
+        leftovers += tuple(map(Removed._make, removed))
         if not dry_run:
             store.prune_signatures()
     return Collected(
@@ -216,7 +219,7 @@ class _Collection:
 
     def __init__(self, store: LocalStore, older_than: float | None, *, dry_run: bool) -> None:
         self._store = store
-        self._older_than = GRACE if older_than is None else older_than
+        self.older_than = GRACE if older_than is None else older_than
         self._partial_age = PARTIAL_GRACE if older_than is None else older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
@@ -278,7 +281,7 @@ class _Collection:
         for item in candidates:
             path = item.folder / item.name
             with contextlib.suppress(FileNotFoundError):
-                is_young = _age(path.lstat()) < self._older_than
+                is_young = _age(path.lstat()) < self.older_than
                 count -= is_young or bool(self._leases_of(item.digest))
         if not count:
             return ""
@@ -330,7 +333,7 @@ class _Collection:
         leases = self._leases_of(item.digest)
         reason = "in use" if leases else self._reason(item, status)
         if reason is not None:
-            removable = status.st_mtime + self._older_than
+            removable = status.st_mtime + self.older_than
             self._keep(below, status.st_size, reason, leases, removable)
             return []
         if not self._is_dry:
@@ -355,7 +358,7 @@ class _Collection:
         lost = self._marks.lost()
         if lost and _promise_of(item.folder / item.name) in lost:
             return "damaged manifest"
-        return "young" if _age(status) < self._older_than else None
+        return "young" if _age(status) < self.older_than else None
 
     def _leases_of(self, digest: Digest) -> list[str]:
         """Return the names of the leases that hold a blob."""
@@ -475,7 +478,7 @@ class _Collection:
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
         # Caches are written without the lock, so young ones are kept.
-        yield from ((Path(entry.path), self._older_than) for entry in caches)
+        yield from ((Path(entry.path), self.older_than) for entry in caches)
         for link in scan_folder(folder("bases")):
             if (digest := digest_of(link.name)) is None or not self._is_base(digest):
                 yield Path(link.path), 0.0
@@ -491,10 +494,10 @@ class _Collection:
             # An import stores signatures before it publishes their manifest.
             manifests = self._marks.manifests() | self._history.manifests()
             unsigned = self._store.lost_signatures(manifests)
-            yield from ((path, self._older_than) for path in unsigned)
+            yield from ((path, self.older_than) for path in unsigned)
             self._suspects &= manifests
         for kept in unusable_signatures(self._store, self._suspects):
-            yield kept.path, 0.0 if kept.data is None else self._older_than
+            yield kept.path, 0.0 if kept.data is None else self.older_than
 
     def _remove_partial(self, chosen: Collection[str] | None = None) -> Iterator[Removed]:
         """Remove unfinished downloads, or those of ``chosen``, that no process continues; young ones are kept."""
@@ -580,10 +583,7 @@ class _Collection:
 
 
 def _hold(update: float) -> float:
-    """Return the seconds for removing blobs after an update that took ``update`` seconds.
-
-    They are no fewer, or gc would spend most of its time on updates where there are many names.
-    """
+    """Return the seconds for removals: no fewer than the update took, or gc would mostly read many names."""
     return max(_HOLD, update)
 
 

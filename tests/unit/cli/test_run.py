@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
-from tests.unit.cli.running import run, run_process
+from tests.support.processes import start
+from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 
 needs_server = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
 
@@ -135,31 +137,63 @@ def test_llama_cpp_gets_an_option_for_each_role(store: LocalStore, tmp_path: Pat
     assert b"no model to serve: the role of vision.gguf is projector" in refused.stderr
 
 
-def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_a_frozen_gguf_model_is_copied_and_stays_frozen(store: LocalStore, tmp_path: Path) -> None:
     content = create_gguf(tmp_path, 1 << 16)
     run("freeze", "tiny")
-    assert store.frozen()
+    frozen = store.frozen()
+    assert frozen
     # What is under test is which file the program gets.
     variables = install_llama_server(tmp_path, 'cat "$2"')
 
     first = run_process("run", "tiny", **variables)
-    thawed = not store.frozen()
-    run("freeze", "tiny")
     again = run_process("run", "tiny", **variables)  # from the file that was written then
 
     assert first.stdout == again.stdout == content
-    assert b"note: tiny:latest was frozen, and llama.cpp reads files: it is thawed" in first.stderr
-    assert b"frozen" not in again.stderr
-    assert thawed
-    assert store.frozen()
+    assert b"note: llama.cpp reads files: a copy of 262 kB is in " in first.stderr
+    assert b"copy" not in again.stderr
+    assert store.frozen() == frozen
     (file,) = (tmp_path / "cache").rglob("*.gguf")
     file.unlink()
     assert run_process("run", "tiny", **variables).stdout == content
     file.unlink()
     file.symlink_to("gone")
     assert run_process("run", "tiny", **variables).stdout == content
+
+
+def test_copies_are_in_du_and_gc_removes_them_unless_a_server_runs(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_gguf(tmp_path, 1 << 16)
+    # What is under test is how long the program holds the copy: until it has read all of its input.
+    variables = install_llama_server(tmp_path, "echo started; exec cat")
+    monkeypatch.setenv("XDG_CACHE_HOME", variables["XDG_CACHE_HOME"])
+    assert run_json("du")["copies"] == {"files": 0, "bytes": 0}
+    before = run_json("du")["store"]["bytes_in_all"]
+    server = start(
+        command_line("run", "tiny"),
+        env=environment(**variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"started\n"
+
+    (file,) = (tmp_path / "cache").rglob("*.gguf")
+    size = file.stat().st_size
+    assert run_json("du")["copies"] == {"files": 1, "bytes": size}
+    assert run_json("du")["store"]["bytes_in_all"] >= before + size
+    assert "copies for servers" in run("du").stdout
+    run("gc", "--older-than", "0s")
+    assert file.exists()
+
+    server.communicate(timeout=120)
+    run("gc")  # the copy is young
+    assert file.exists()
+    planned = run_json("gc", "--older-than", "0s", "--dry-run")["leftovers"]
+    assert {"path": str(file.parent), "bytes": size} in planned
+    run("gc", "--older-than", "0s")
+    assert not file.parent.exists()
+    assert run_json("du")["copies"] == {"files": 0, "bytes": 0}
 
 
 def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_again(
@@ -198,7 +232,8 @@ def test_transformers_serves_the_folder_of_links(
     )
     *words, folder, rest = found["command"]
     assert words == [sys.executable, "-m", "transformers.cli.transformers", "serve"]
-    assert (Path(folder).parent, rest) == (tmp_path / "blobstore" / "run", "--port=9")
+    assert Path(folder).is_relative_to(tmp_path / "blobstore" / "run")
+    assert rest == "--port=9"
     assert not Path(folder).exists()
 
 

@@ -56,7 +56,7 @@ def test_requires_names_of_models(frozen: LocalStore) -> None:
 def test_link_requires_thawed_blobs(frozen: LocalStore, tmp_path: Path) -> None:
     result = run("link", "a", tmp_path / "links", exit_code=1)
     assert (
-        "model a:latest is frozen, but links need uncompressed blobs; 'blobstore thaw a:latest', or link "
+        "model a:latest: it is frozen, but links need uncompressed blobs; 'blobstore thaw a:latest', or link "
         "with --thaw, decompresses them" in result.stderr
     )
     assert '"blobstore thaw"' in run("link", "--help").stdout
