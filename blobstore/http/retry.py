@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError
@@ -12,7 +13,10 @@ from blobstore.http.protocol import TransientError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator
+
+_ADVANCE: Final = 2**20
+"""Bytes after which earlier failures no longer count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,26 @@ class Retry:
     def progress(self) -> None:
         """Forget the failures: the transfer has advanced."""
         self.failures = 0
+
+    def resumed(
+        self, begin: int, end: int, read: Callable[[int], Generator[bytes, None, None]]
+    ) -> Generator[bytes, None, None]:
+        """Yield the bytes from ``begin`` to before ``end``; if the connection is lost, go on with the next byte.
+
+        ``read`` yields the bytes from an offset on, of one response.
+        """
+        counted = begin
+        for attempt in self:
+            with attempt, contextlib.closing(read(begin)) as pieces:
+                for piece in pieces:
+                    begin += len(piece)
+                    # A byte per attempt is no progress: a broken transfer must end.
+                    if begin - counted > _ADVANCE:
+                        counted = begin
+                        self.progress()
+                    yield piece
+            if begin == end:
+                return
 
     def __enter__(self) -> Self:
         return self

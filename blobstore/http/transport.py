@@ -36,7 +36,7 @@ from blobstore.http.rules import HINT_ATTEMPTS, KEEPS_METHOD
 from blobstore.http.tokens import Authorizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     from blobstore.core.rate_limit import RateLimiter
 
@@ -229,6 +229,34 @@ class Transport:
                 waited, count = 0.0, 0
             self.limit(len(piece))
             yield piece
+
+    def span(
+        self, request: Request, response: httpx2.Response, begin: int, end: int, size: int | None
+    ) -> Generator[bytes, None, None]:
+        """Yield the bytes from ``begin`` to before ``end`` of what has ``size`` bytes, if that is known.
+
+        Raises:
+            BlobDamaged: it has another size, or more bytes than it says.
+            TransientError: the response ends early.
+            RemoteError: it does not fit the request.
+        """
+        skip, length = protocol.span_of(response.status_code, response.headers, begin, end, size)
+        # A server may ignore the range and send all of the blob; reading then stops at the end of the range.
+        is_cut = response.status_code == HTTPStatus.OK and end != size
+        for piece in self.pieces(response):
+            skipped = min(skip, len(piece))
+            part = piece[skipped:][:length]
+            skip -= skipped
+            length -= len(part)
+            if part:
+                yield part
+            if is_cut and not length:
+                return
+            # Otherwise the response is read to its end, so that its connection can be used again.
+            if skipped + len(part) < len(piece):
+                raise BlobDamaged(f"{request.what}: has more bytes than expected")
+        if length:
+            raise TransientError(f"{request.what}: the response ends {length} bytes early")
 
     def limit(self, count: int) -> None:
         """Wait for as long as the limiter asks to, for ``count`` bytes."""

@@ -24,7 +24,7 @@ from blobstore.errors import (
     RemoteRefused,
 )
 from blobstore.http import protocol
-from blobstore.http.protocol import Reply, Request, TransientError
+from blobstore.http.protocol import Reply, Request
 from blobstore.http.retry import Patience
 from blobstore.registry import request_rules, upload
 from blobstore.registry.credentials import Credentials, LoginFiles
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.http.rules import Rule
 
-_ADVANCE: Final = 2**20
-"""Bytes of a blob after which earlier failures no longer count."""
 _PULL: Final = "pull"
 _PUSH: Final = "pull,push"
 _DELETE: Final = "pull,delete"
@@ -319,23 +317,11 @@ class RegistryClient:
             BlobDamaged: it has another length.
             RemoteError: the registry cannot be reached, or fails.
         """
-        retry = self._transport.retry()
-        counted = begin
         # Empty ranges are never asked for: see `protocol.range_of`.
-        for attempt in retry if begin < end else ():
-            with (
-                attempt,
-                contextlib.closing(self._read(repository, digest, begin, end, size)) as pieces,
-            ):
-                for piece in pieces:
-                    begin += len(piece)
-                    # A byte per attempt is no progress: a broken transfer must end.
-                    if begin - counted > _ADVANCE:
-                        counted = begin
-                        retry.progress()
-                    yield piece
-            if begin == end:
-                return
+        if begin < end:
+            yield from self._transport.retry().resumed(
+                begin, end, lambda at: self._read(repository, digest, at, end, size)
+            )
 
     def mount_blob(self, repository: str, digest: Digest, source: str) -> bool:
         """Make a blob of another repository one of this; return whether the registry did.
@@ -498,26 +484,7 @@ class RegistryClient:
         with self._transport.send(request) as response:
             if response.status_code in request_rules.BLOB.absent:
                 raise BlobMissing(f"{request.what}: the registry does not have it")
-            skip, length = protocol.span_of(
-                response.status_code, response.headers, begin, end, size
-            )
-            # A server may ignore the range and send all of the blob; reading then stops at the end
-            # of the range.
-            is_cut = response.status_code == HTTPStatus.OK and end != size
-            for piece in self._transport.pieces(response):
-                skipped = min(skip, len(piece))
-                part = piece[skipped:][:length]
-                skip -= skipped
-                length -= len(part)
-                if part:
-                    yield part
-                if is_cut and not length:
-                    return
-                # Otherwise the response is read to its end, so that its connection can be used again.
-                if skipped + len(part) < len(piece):
-                    raise BlobDamaged(f"{request.what}: has more bytes than expected")
-            if length:
-                raise TransientError(f"{request.what}: the response ends {length} bytes early")
+            yield from self._transport.span(request, response, begin, end, size)
 
     def _blob_request(
         self,

@@ -125,7 +125,7 @@ def test_range_goes_on_with_the_byte_after_the_last_one() -> None:
 
 
 def test_failures_are_counted_again_after_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blobstore.registry.client._ADVANCE", 5000)
+    monkeypatch.setattr("blobstore.http.retry._ADVANCE", 5000)
     with registry(Cut(10_000, 8)) as (server, client):
         assert read(client) == DATA
 
