@@ -89,12 +89,22 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     is_flag=True,
     help="Import every model of SOURCE: a cache, a folder, a repository of GGUF files, or ollama://.",
 )
+@click.option(
+    "--sha256",
+    metavar="HEX",
+    help="SHA-256 that the file of a URL must have.",
+)
+@click.option(
+    "--keep-hub-cache",
+    is_flag=True,
+    help="Leave downloaded files of the Hub in its cache. By default, only the store has them.",
+)
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.shared("jobs", "wait")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the plan; write nothing to the store. Files of the Hub are downloaded to its cache.",
+    help="Print the plan; import nothing. Files that lie elsewhere are downloaded, and removed.",
 )
 @options.shared("json")
 def command(
@@ -112,6 +122,8 @@ def command(
     experts: ExpertForm,
     decode: bool,
     as_is: bool,
+    sha256: str | None,
+    keep_hub_cache: bool,
     paranoid: bool,
     jobs: int | None,
     **source_options: Any,
@@ -120,8 +132,9 @@ def command(
 
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
     torch.distributed.checkpoint, DeepSpeed or Meta's Llama, a GGUF file, a model of Ollama's
-    (ollama://NAME), a models--org--name folder of the Hub cache, or the id or URL of a Hub repository
-    (org/name, hf://org/name@revision, hf://org/name:Q4_K_M). NAME is
+    (ollama://NAME), a models--org--name folder of the Hub cache, the id or URL of a Hub repository
+    (org/name, hf://org/name@revision, hf://org/name:Q4_K_M), a folder in object storage
+    (s3://bucket/folder, gs://, az://), or the URL of a weight file. NAME is
     [host/][namespace/]model[:tag]; by default that of the repository, the folder or the file. With --all,
     each quantization of a model in GGUF files is a model: name:Q4_K_M, name:Q8_0.
     Blobs that the store already has are not rewritten. The name appears last, when everything else is
@@ -137,6 +150,8 @@ def command(
 
     choices: CreateOptions = {
         "source_options": SourceOptions(**source_options),
+        "sha256": sha256,
+        "keep_hub_cache": keep_hub_cache,
         "quantize": QuantizeOptions(
             quantize, group_size=group_size, policy=policy, overrides=overrides
         ),

@@ -14,7 +14,9 @@ from blobstore.errors import UsageError
 
 Role = Literal["source", "store", "target"]
 """What a path is for: something to read, the folder of a store, or something to write."""
-OBJECTS: Final = ("s3", "gs", "az", "file")
+BUCKETS: Final = ("s3", "gs", "az")
+"""The schemes of object storage."""
+OBJECTS: Final = (*BUCKETS, "file")
 """The schemes of stores in object storage, and of stores in folders that are used as if they were there."""
 REGISTRY: Final = "oci"
 HUB: Final = "hf"
@@ -74,7 +76,10 @@ def advice_for(text: str, role: Role) -> str:
     if scheme in (*OBJECTS, REGISTRY):
         return _PULL
     if scheme in WEB:
-        return f"'blobstore pull {shown}' fetches a model of a server; download other files first"
+        return (
+            f"'blobstore pull {shown}' fetches a model of a server; for a file, give the URL of a "
+            ".safetensors or .gguf file"
+        )
     return f"'blobstore pull {rest}' fetches a model of a registry"
 
 

@@ -71,6 +71,8 @@ class ObjectInfo(NamedTuple):
     """Below the prefix of the store."""
     size: int
     modified: datetime
+    etag: str
+    """Of its version; empty if the server does not say."""
 
 
 class ObjectTag(NamedTuple):
@@ -97,6 +99,8 @@ class ObjectPiece(NamedTuple):
 
     data: memoryview
     size: int
+    etag: str
+    """Of the version that was read; empty if the server does not say."""
 
 
 class ObjectClient:
@@ -168,7 +172,7 @@ class ObjectClient:
             data = memoryview(next(pieces, b""))
             if len(data) > end - begin or next(pieces, None) is not None:
                 raise RemoteError(f"{self._name(key)}: the server sends more bytes than asked for")
-            return ObjectPiece(data, found.meta["size"])
+            return ObjectPiece(data, found.meta["size"], _etag(found.meta))
 
         return self._send(READ, key, send)
 
@@ -245,7 +249,7 @@ class ObjectClient:
             self._send(DELETE, key, send)
 
     def list(self, folder: str, request: Request = LIST) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys begin with ``folder`` and a slash.
+        """Yield the objects whose keys begin with ``folder`` and a slash, or all if it is empty.
 
         Raises:
             RemoteError: the list cannot be read, or does not end.
@@ -264,8 +268,8 @@ class ObjectClient:
                 raise RemoteError(f"{self._name(folder)}: the server sends a list without end")
             former = page[0]["path"]
             for item in page:
-                if item["path"].startswith(f"{folder}/"):
-                    yield ObjectInfo(item["path"], item["size"], item["last_modified"])
+                if not folder or item["path"].startswith(f"{folder}/"):
+                    yield ObjectInfo(item["path"], item["size"], item["last_modified"], _etag(item))
             # The pages go on with the connection that they began with.
             page = self._send(request, folder, lambda: next(pages, None), may_repeat=False)
 
@@ -429,6 +433,10 @@ def _settings(address: StoreAddress) -> Settings:
 
 def _tag(meta: Any) -> ObjectTag | None:
     """Return the identity of the version that obstore describes; None if the server does not state it."""
-    etag = meta["e_tag"]
-    # The ETag as the server compares it: a proxy that compresses answers may have weakened it.
-    return None if etag is None else ObjectTag(etag.removeprefix("W/"), meta.get("version"))
+    etag = _etag(meta)
+    return ObjectTag(etag, meta.get("version")) if etag else None
+
+
+def _etag(meta: Any) -> str:
+    # As the server compares it: a proxy that compresses answers may have weakened it.
+    return str(meta["e_tag"] or "").removeprefix("W/")

@@ -30,7 +30,8 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.sources.base import DEFAULT_OPTIONS
-from blobstore.sources.file_tree import CACHED_REPOSITORY, FileTree
+from blobstore.sources.fetched_tree import FetchedTree
+from blobstore.sources.file_tree import CACHED_REPOSITORY
 from blobstore.sources.hub_listing import (
     COMMIT,
     REVISION,
@@ -46,7 +47,6 @@ from blobstore.sources.hub_listing import (
     listing_of,
     retry_after,
 )
-from blobstore.sources.selection import select_files
 from blobstore.sources.small_files import is_kept
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from blobstore.core.files import Opener
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions
+    from blobstore.sources.fetched_tree import Downloads
+    from blobstore.sources.file_tree import FileTree
     from blobstore.sources.hub_listing import ListedFile
 
 SCHEME = "hf://"
@@ -89,7 +91,7 @@ _KINDS: dict[str, type[BlobstoreError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSnapshot:
-    """A repository at one commit in the client's cache."""
+    """A repository at one commit, in the client's cache or a folder of downloads."""
 
     folder: Path
     repo: str
@@ -168,12 +170,17 @@ def _without_url(text: str) -> str:
 
 
 def download(
-    text: str, options: SourceOptions = DEFAULT_OPTIONS, *, progress: Progress | None = None
+    text: str,
+    options: SourceOptions = DEFAULT_OPTIONS,
+    *,
+    downloads: Downloads | None = None,
+    progress: Progress | None = None,
 ) -> HubSnapshot:
     """Download the files of a repository that ``options`` select, and verify them.
 
-    Files in the client's cache are verified, but not downloaded again. If the Hub cannot be asked, the
-    cache is used only if the client is offline on purpose or ``text`` names a commit.
+    Files in the client's cache are verified, but not downloaded again. Others are downloaded to a folder of
+    ``downloads``, or else to the cache. If the Hub cannot be asked, the cache is used only if the client is
+    offline on purpose or ``text`` names a commit.
 
     Raises:
         UsageError: ``text`` is not a Hub id.
@@ -182,8 +189,8 @@ def download(
         DamagedSource: a file does not match the listing.
         MissingLibrary: the extra ``hub`` is not installed.
     """
-    with _listed(text, options) as (repository, notices):
-        return repository.take(options, progress, notices)
+    with _listed(text, options, downloads, is_cached=downloads is None) as (repository, notices):
+        return repository.snapshot(progress, notices)
 
 
 def list_files(text: str) -> FileTree:
@@ -193,8 +200,14 @@ def list_files(text: str) -> FileTree:
 
 
 @contextmanager
-def _listed(text: str, options: SourceOptions) -> Iterator[tuple[_Repository, list[str]]]:
-    """Yield a repository and notices; the listing is cached after the block. Raises as :func:`download`."""
+def _listed(
+    text: str,
+    options: SourceOptions,
+    downloads: Downloads | None = None,
+    *,
+    is_cached: bool = False,
+) -> Iterator[tuple[_Repository, list[str]]]:
+    """Yield a repository and notices; ``is_cached`` says to cache the listing. Raises as :func:`download`."""
     repo, revision = parse_hub_id(text)
     try:
         with optional_libraries():
@@ -224,13 +237,20 @@ def _listed(text: str, options: SourceOptions) -> Iterator[tuple[_Repository, li
             if listed is None:
                 listed = files_in_snapshot(cached)
                 notices.append("the Hub's listing is not in the cache, so files may be missing")
-            yield _Repository(repo, cached, listed, options, boundary=cache), notices
+            yield _Repository(repo, storage, cached, listed, options, boundary=cache), notices
             return
-        folder = storage / "snapshots" / commit
+        snapshot = folder = storage / "snapshots" / commit
         listing = listing_of(entries.items())
-        yield _Repository(repo, folder, listing, options, boundary=cache, is_online=True), []
-        with suppress(OSError):  # the model is complete without it
-            cache_listing(folder, revision, entries)
+        if downloads is not None:
+            # Downloads of other weights do not wait for this one.
+            folder = downloads.folder(f"{SCHEME}{repo}", f"{commit} {options.weights}") / commit
+        repository = _Repository(
+            repo, storage, folder, listing, options, downloads, boundary=cache, is_online=True
+        )
+        yield repository, []
+        if is_cached:
+            with suppress(OSError):  # the model is complete without it
+                cache_listing(snapshot, revision, entries)
 
 
 def commit_of(text: str) -> str:
@@ -290,8 +310,8 @@ def open_cached(
     notices = []
     if missing:
         notices.append(f"left out: {join_some(missing, 5)} of {repo}, not in the cache")
-    repository = _Repository(repo, folder, found, options, boundary=storage)
-    return repository.take(options, progress, notices)
+    repository = _Repository(repo, storage, folder, found, options, boundary=storage)
+    return repository.snapshot(progress, notices)
 
 
 def _unreachable(text: str, cached: Path | None, *, is_offline: bool) -> SourceError:
@@ -307,15 +327,17 @@ def _unreachable(text: str, cached: Path | None, *, is_offline: bool) -> SourceE
     return SourceError(f"{name}: the Hub cannot be reached; {advice}")
 
 
-class _Repository(FileTree):
-    """The files of a repository at one commit. A file is fetched and verified before it is read."""
+class _Repository(FetchedTree):
+    """The files of a repository at one commit."""
 
     def __init__(
         self,
         repo: str,
+        storage: Path,
         folder: Path,
         listing: Listing,
         options: SourceOptions,
+        downloads: Downloads | None = None,
         *,
         boundary: Path,
         is_online: bool = False,
@@ -324,79 +346,89 @@ class _Repository(FileTree):
 
         Args:
             repo: the repository.
-            folder: its snapshot in the cache, which need not exist yet.
+            storage: its folder in the cache.
+            folder: its snapshot in the cache, or a folder of downloads; it need not exist yet. It has the
+                name of the commit.
             listing: its files.
             options: what to select.
+            downloads: what has ``folder``; None for the cache.
             boundary: the folder that links must not leave.
             is_online: whether to download files that are not in the cache.
         """
         listed = {file.name: file.size for file in listing.values()}
-        label = f"{SCHEME}{repo}"
-        super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
-        self._tree = FileTree(folder, exclude=options.exclude, listed=listed, label=label)
-        # What is read must be what was verified, and be chosen by the same bytes.
-        self._tree.versions, self._tree.heads = self.versions, self.heads
+        super().__init__(folder, listed, options, f"{SCHEME}{repo}", downloads)
         self._repo = repo
+        self._storage = storage
         self._listing = listing
         self._is_online = is_online
         self._boundary = os.path.realpath(boundary)
-        self._ready: set[str] = set()
 
-    def path(self, name: str) -> Path:
-        """Return the path of a file, which is fetched and verified first."""
-        self._get([name], None)
-        return super().path(name)
-
-    def _read_head(self, name: str) -> bytes | None:
-        if (self.root / name).is_file():
-            return self._read_local(name)
+    def first_bytes(self, name: str) -> bytes | None:
+        """See :class:`FetchedTree`."""
         import httpx2
 
         with suppress(httpx2.HTTPError, OSError):  # fetching the file reports it
             return first_bytes(self._repo, self.root.name, name) if self._is_online else None
         return None
 
-    def take(
-        self, options: SourceOptions, progress: Progress | None, notices: Sequence[str] = ()
-    ) -> HubSnapshot:
+    def snapshot(self, progress: Progress | None, notices: Sequence[str]) -> HubSnapshot:
         """Select files, fetch and verify them."""
-        selection = select_files(self, options)
-        names = [*selection.files, *sorted(selection.weight_names())]
-        self._get(names, progress)
+        tree, names = self.take(progress)
         files = [self._listing[name] for name in names]
         return HubSnapshot(
             folder=self.root,
             repo=self._repo,
             revision=self.root.name,
-            tree=self._tree,
+            tree=tree,
             digests={file.name: file.digest for file in files if file.algorithm == "sha256"},
             notices=tuple(notices),
         )
 
-    def _get(self, names: Sequence[str], progress: Progress | None) -> None:
-        files = [self._listing[name] for name in names if name not in self._ready]
+    def left_of(self, name: str) -> int:
+        """See :class:`FetchedTree`."""
+        file = self._listing[name]
+        is_there = self._cached(file) is not None or (self.root / name).exists()
+        return 0 if is_there else file.size
+
+    def fetch(self, names: Sequence[str], progress: Progress | None) -> None:
+        """See :class:`FetchedTree`."""
+        files = [self._listing[name] for name in names]
         if self._is_online:
-            self._fetch(files, progress)
+            self._download(files, progress)
         pool = WorkerPool(_CHECKS, progress, sum(file.size for file in files))
         pool.run(files, partial(self._check, pool))
-        self._ready.update(names)
 
-    def _fetch(self, files: Sequence[ListedFile], progress: Progress | None) -> None:
-        """Download files to the client's cache."""
+    def _cached(self, file: ListedFile) -> Path | None:
+        """Return the path of a file in the client's cache; None if it has not been downloaded to it."""
+        places = [self._storage / "snapshots" / self.root.name / file.name]
+        # The client looks itself whether another commit has the same file.
+        if self._downloads is not None:
+            places.append(self._storage / "blobs" / file.digest)
+        return next((place for place in places if place.is_file()), None)
+
+    def _download(self, files: Sequence[ListedFile], progress: Progress | None) -> None:
+        """Download files that the client's cache lacks; a folder of downloads gets links to the others."""
         from huggingface_hub import hf_hub_download
-        from huggingface_hub import try_to_load_from_cache as cached
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         repo, commit = self._repo, self.root.name
-        missing = [
-            it for it in files if not isinstance(cached(repo, it.name, revision=commit), str)
-        ]
+        folder = None if self._downloads is None else self.root
+        missing = []
+        for file in files:
+            if (path := self._cached(file)) is None:
+                missing.append(file)
+            elif folder is not None:
+                link = folder / file.name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(path)
         pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
 
         def fetch(file: ListedFile) -> None:
             count = _FileCount(pool, file)
+            bar = _bar_class(count)
             try:
-                hf_hub_download(repo, file.name, revision=commit, tqdm_class=_bar_class(count))
+                hf_hub_download(repo, file.name, revision=commit, local_dir=folder, tqdm_class=bar)
             except RemoteEntryNotFoundError as error:
                 raise DamagedSource(
                     f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
@@ -413,9 +445,9 @@ class _Repository(FileTree):
         self.versions.record(link)
         opener = partial(self.versions.open, looks=False)
         try:
-            fault = _fault_of(
-                link, file, self._boundary, opener, lambda count: pool.report(count, what)
-            )
+            # A folder of downloads has files of its own, and links to the cache.
+            cache = "" if self._downloads is not None and not link.is_symlink() else self._boundary
+            fault = _fault_of(link, file, cache, opener, lambda count: pool.report(count, what))
         except (OSError, ValueError) as error:
             fault = f"it cannot be read: {_line(error)}; check {quote(link)}"
         if fault is not None:
@@ -476,14 +508,14 @@ def _bar_class(count: _FileCount) -> Any:
 def _fault_of(
     link: Path, file: ListedFile, cache: str, opener: Opener, report: Callable[[int], None]
 ) -> str | None:
-    """Return the fault of a cached file and what to do about it; None if there is none."""
+    """Return the fault of a file of a cache, if not empty, and what to do about it; None if there is none."""
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
-    if not path.is_relative_to(cache):
+    if cache and not path.is_relative_to(cache):
         # The advice is to remove the link: its target is not part of the cache.
         return f"it is a link out of the cache; remove {quote(link)} and try again"
     if not path.is_file():
         return "it is not in the cache; try again with the Hub in reach"
-    again = f"remove {quote(path)} and try again"
+    again = f"remove {quote(path)} and try again" if cache else "try again"
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"

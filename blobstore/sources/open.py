@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from blobstore.core.files import Opener
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.fetched_tree import Downloads
     from blobstore.sources.meta.reading import Shard
 
 
@@ -26,6 +27,7 @@ def open_source(
     text: str | os.PathLike[str],
     options: SourceOptions = DEFAULT_OPTIONS,
     *,
+    downloads: Downloads | None = None,
     progress: Progress | None = None,
 ) -> TensorSource:
     """Open a model folder, a weight file, or a Hub repository by its id or the URL of its page.
@@ -35,6 +37,7 @@ def open_source(
     Args:
         text: the path, the Hub id or the URL.
         options: the part to read.
+        downloads: where files of the Hub are downloaded to; by default to the cache of the Hub's client.
         progress: called with the current step, bytes done and total bytes while a repository is
             downloaded.
 
@@ -69,7 +72,9 @@ def open_source(
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
             )
-        return _open_snapshot(hub.download(name, options, progress=progress), options)
+        return _open_snapshot(
+            hub.download(name, options, downloads=downloads, progress=progress), options
+        )
     try:
         return _open_local(path, options, progress)
     except OSError as error:

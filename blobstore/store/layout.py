@@ -34,6 +34,7 @@ Folder = Literal[
     "cache",
     "pulled",
     "arrivals",
+    "downloads",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -77,6 +78,8 @@ class Layout:
         """Which models `serve` has fetched from an upstream, and when they were last used."""
         self.arrivals = root / ".blobstore" / "arrivals"
         """Files that `serve` is fetching from an upstream."""
+        self.downloads = root / ".blobstore" / "downloads"
+        """Files that are being imported from elsewhere; see :mod:`blobstore.store.downloads`."""
         self.claims = root / ".blobstore" / "claims"
         """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"

@@ -206,15 +206,28 @@ class LocalStore(ManifestReader):
         return WorkerIngest(self, self._locks.join_lease(name), paranoid=paranoid)
 
     def check_space(self, needed: int) -> None:
-        """Check that so many bytes are free for the store, within :meth:`ingest`.
+        """Check that so many bytes are free for the store.
 
         Raises:
             StoreError: they are not.
         """
-        free = shutil.disk_usage(self.folder("temporary")).free
-        if needed > free:
-            sizes = f"{needed / 10**6:,.1f} MB are needed, and {free / 10**6:,.1f} MB are free"
-            raise StoreError(f"not enough space for the store {quote(self.root)}: {sizes}")
+        if needed > self.free_space():
+            raise self.no_space(needed)
+
+    def free_space(self) -> int:
+        """Return the bytes that are free for the store, which need not exist yet."""
+        folder = self.folder("temporary")
+        return shutil.disk_usage(next(it for it in (folder, *folder.parents) if it.exists())).free
+
+    def no_space(self, needed: int) -> StoreError:
+        """Return the error for a store that has no space for so many bytes."""
+        sizes = (
+            f"{needed / 10**6:,.1f} MB are needed, and {self.free_space() / 10**6:,.1f} MB are free"
+        )
+        return StoreError(
+            f"not enough space for the store {quote(self.root)}: {sizes}",
+            advice="free some, or choose another store with --store",
+        )
 
     # Signatures and the policy; see blobstore.operations.sign
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.safetensors import edit, safe_open
 from blobstore.safetensors.numpy import save_file
 from blobstore.store.local import LocalStore
 from tests.faults import disks
 from tests.support.models import write_folder
+from tests.support.raw_server import RawServer, reply
 
 SHAPE = (512, 512)
 SIZE = 1 << 20
@@ -105,3 +106,21 @@ def test_a_command_on_a_full_disk_fails_with_one_line_and_changes_nothing(
             action(place)
         assert len(str(caught.value).splitlines()) == 1
         assert content(disk) == before
+
+
+def test_a_disk_that_fills_while_a_file_is_downloaded_gets_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: np.ones(SHAPE, np.float32) for name in NAMES}
+    data = (write_folder(tmp_path / "source", tensors) / "model.safetensors").read_bytes()
+    space, free_space = iter([10 * SIZE]), LocalStore.free_space  # another program takes it
+    monkeypatch.setattr(LocalStore, "free_space", lambda store: next(space, free_space(store)))
+    with (
+        disks.in_memory(tmp_path / "disk", 2 * SIZE) as disk,
+        RawServer(lambda _: reply(200, data)) as server,
+    ):
+        store = LocalStore(disk / "store")
+        with pytest.raises(StoreError, match=r"not enough space .* are needed, and .* are free"):
+            blobstore.create(f"http://{server.host}/model.safetensors", "m", store=store)
+        assert not list(store.folder("downloads").iterdir())
+        assert shutil.disk_usage(disk).free > SIZE

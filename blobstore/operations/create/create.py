@@ -7,7 +7,9 @@ last, after everything that it lists is durable.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import errno
 import functools
 import os
 import time
@@ -18,7 +20,7 @@ from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, shell_word
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobstoreError, NameTaken
+from blobstore.errors import BlobstoreError, NameTaken, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
@@ -35,13 +37,15 @@ from blobstore.operations.create.jobs import (
 )
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
-from blobstore.operations.create.source_names import source_name
+from blobstore.operations.create.source_names import is_elsewhere, source_name
 from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.hub import with_quantization
+from blobstore.store.downloads import Downloads, is_full
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import ABSENT, NameUpdate
+from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +60,9 @@ if TYPE_CHECKING:
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Buffers, Ingest, Ingested
     from blobstore.store.names import Name
+
+_MAX_HEADER = 1 << 20
+"""Bytes of the header of a blob, at most, for a guess at its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,8 @@ class CreateOptions(TypedDict, total=False):
     """The options of :func:`create` that say what a model becomes, and how."""
 
     source_options: SourceOptions
+    sha256: str | None
+    keep_hub_cache: bool
     experts: ExpertForm
     quantize: QuantizeOptions | None
     decode: bool
@@ -124,6 +133,8 @@ def create(
     *,
     store: StoreLike = None,
     source_options: SourceOptions = DEFAULT_OPTIONS,
+    sha256: str | None = None,
+    keep_hub_cache: bool = False,
     experts: ExpertForm = "packed",
     quantize: QuantizeOptions | None = None,
     decode: bool = False,
@@ -139,11 +150,14 @@ def create(
     Args:
         source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
             of ``torch.distributed.checkpoint`` or of Meta's Llama, a GGUF file, ``ollama://NAME`` for a
-            model of Ollama's, or a Hub id.
+            model of Ollama's, a Hub id, a folder in object storage, or the URL of a weight file.
         reference: the name, ``[host/][namespace/]model[:tag]``; or its update, which says what it must have had.
             By default the name of the source, if no other model has it: ``org/name[:revision]`` for the Hub's.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         source_options: which files and tensors of the source are read, and under which names.
+        sha256: what the file of a URL must have, in hexadecimal digits.
+        keep_hub_cache: download files of the Hub to the cache of its client, and leave them there. By default,
+            files that the cache lacks are removed after the import.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
         quantize: the type to quantize to; None keeps the tensors.
         decode: decode FP8 weights to BF16 instead of keeping them with their scales. ``quantize``
@@ -155,8 +169,8 @@ def create(
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
             ``Client.get_executor()`` of Dask. It stays open. Its workers open the source and the
             store by their paths, so all of them need the same file system.
-        dry_run: write nothing to the store, and return the plan of the model. Files of the Hub are
-            downloaded to its cache.
+        dry_run: give no name, and return the plan of the model. Files that lie elsewhere are downloaded, and
+            removed.
         progress: called with the name of a blob, bytes done and total bytes; by an executor's jobs
             once per blob.
 
@@ -185,7 +199,13 @@ def create(
     store.names.check_name(update.reference)
     source, source_options = with_quantization(os.fspath(source), source_options)
     options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
-    with _advising(source, implied), opened_source(source, options.source, progress) as opened:
+    with (
+        _advising(source, implied),
+        Downloads(store, is_quantized=options.quantize.quant_type is not None) as downloads,
+        _opened(
+            source, options.source, downloads, sha256, progress, in_cache=keep_hub_cache
+        ) as opened,
+    ):
         if dry_run:
             for _ in file_layers(opened):  # each file is opened, and may be something else
                 pass
@@ -201,6 +221,30 @@ def create(
             executor=executor,
             progress=progress,
         )
+
+
+@contextlib.contextmanager
+def _opened(
+    source: str,
+    options: SourceOptions,
+    downloads: Downloads,
+    sha256: str | None,
+    progress: Progress | None,
+    *,
+    in_cache: bool,
+) -> Iterator[TensorSource]:
+    """Open a source; download it first if it lies elsewhere."""
+    if is_elsewhere(source):
+        # The clients of servers take a while to import.
+        from blobstore.operations.create.remote_files import opened_remote
+
+        with opened_remote(source, options, downloads, sha256, progress) as opened:
+            yield opened
+    elif sha256 is not None:
+        raise UsageError("a SHA-256 applies only to the URL of a file")
+    else:
+        with opened_source(source, options, progress, None if in_cache else downloads) as opened:
+            yield opened
 
 
 def import_source(
@@ -227,7 +271,7 @@ def import_source(
     total = sum(blob.size for blob in plan.blobs)
     total += sum(file.size for file in files if file.is_large())
     pool = WorkerPool(jobs, progress, total, executor=executor)
-    with store.ingest(paranoid=paranoid) as ingest:
+    with _with_space(store, plan.blobs, total), store.ingest(paranoid=paranoid) as ingest:
         in_workers = executor is not None
         done: dict[str, tuple[BlobPlan, Ingested]] = {}
         kept: list[str] = []
@@ -290,6 +334,29 @@ def _check_name_free(store: LocalStore, update: NameUpdate, record: SourceRecord
     layers = store.resolve(update.reference).layers_of(media_types.SOURCE)
     if not any(layer.digest == Digest.of(record.to_bytes()) for layer in layers):
         raise NameTaken(f"another model has the name {quote(update.reference)}")
+
+
+@contextlib.contextmanager
+def _with_space(store: LocalStore, blobs: Sequence[BlobPlan], total: int) -> Iterator[None]:
+    """Check that an import has space before it writes, and say the same if the disk is full in the middle.
+
+    Blobs that are as large as one of the store may be there.
+    """
+    needed = total
+    if total > store.free_space():
+        sizes = sorted(entry.stat().st_size for entry in scan_folder(store.folder("blobs")))
+        for blob in blobs:
+            index = bisect.bisect_left(sizes, blob.size)
+            if index < len(sizes) and sizes[index] <= blob.size + _MAX_HEADER:
+                needed -= blob.size
+        if needed > store.free_space():
+            raise store.no_space(needed) from OSError(errno.ENOSPC, "the disk will be full")
+    try:
+        yield
+    except (OSError, BlobstoreError) as error:
+        if not is_full(error):
+            raise
+        raise store.no_space(needed) from error
 
 
 def _described(

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.fetched_tree import Downloads
 
 SCHEME: Final = "ollama://"
 
 
 @contextlib.contextmanager
 def opened_source(
-    source: str | os.PathLike[str], options: SourceOptions, progress: Progress | None
+    source: str | os.PathLike[str],
+    options: SourceOptions,
+    progress: Progress | None,
+    downloads: Downloads | None = None,
 ) -> Iterator[TensorSource]:
     """Open a source as :func:`~blobstore.sources.open.open_source` does, also ``ollama://NAME``.
 
@@ -65,7 +69,7 @@ def opened_source(
             model.files = sorted([*model.files, *kept], key=attrgetter("name"))
             yield model
         else:
-            opened = open_source(source, options, progress=progress)
+            opened = open_source(source, options, downloads=downloads, progress=progress)
             yield stack.enter_context(contextlib.closing(opened))
 
 

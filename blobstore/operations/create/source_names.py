@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote, shell_word
+from blobstore.core.schemes import BUCKETS, WEB, scheme_of
 from blobstore.errors import InvalidReference, UsageError
 from blobstore.gguf.roles import is_quantization
 from blobstore.manifests.reference import Reference
@@ -34,6 +37,24 @@ def is_hub(source: str | os.PathLike[str]) -> bool:
     return is_hub_url(text) or (is_hub_id(text) and not Path(text).exists())
 
 
+def is_elsewhere(source: str | os.PathLike[str]) -> bool:
+    """Return whether a source is a folder in object storage, or a weight file on a web server."""
+    scheme = scheme_of(source)
+    return scheme in BUCKETS or (
+        scheme in WEB
+        and not is_hub_url(os.fspath(source))
+        and last_part(os.fspath(source)).lower().endswith(WEIGHTS)
+    )
+
+
+def last_part(url: str) -> str:
+    """Return the last part of the path of a URL, or else its host."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        return unquote(parts.path).rstrip("/").rpartition("/")[2] or parts.netloc
+    return ""
+
+
 def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Reference:
     """Return the name that a source has: ``org/name:revision``, that of the folder or file, or Ollama's.
 
@@ -46,7 +67,9 @@ def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Refer
     text, options = with_quantization(text, options)
     weights = options.weights or ""
     tags = [weights.upper()] if is_quantization(weights) else []
-    if is_hub(text):
+    if is_elsewhere(text):
+        name = _without_ending(last_part(text))
+    elif is_hub(text):
         name, revision = parse_hub_id(text)
         tags = [revision or "", *tags]
     else:
@@ -67,8 +90,12 @@ def path_name(path: Path) -> str:
     for folder in (path, path.parent.parent):
         if repository := cached_repository(folder):
             return repository
-    ending = next((it for it in WEIGHTS if path.name.lower().endswith(it)), "")
-    return path.name[: len(path.name) - len(ending)] if not path.is_dir() else path.name
+    return path.name if path.is_dir() else _without_ending(path.name)
+
+
+def _without_ending(name: str) -> str:
+    ending = next((it for it in WEIGHTS if name.lower().endswith(it)), "")
+    return name[: len(name) - len(ending)]
 
 
 def name_of(text: str) -> str:

@@ -199,7 +199,8 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
     for entry, status in _files(store.folder("partial")):
         sizes = locks if entry.name.endswith(PARTIAL_LOCK) else downloads
         sizes.append(allocated(status))
-    names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
+    downloads += (allocated(status) for _, status in _files(store.folder("downloads")))
+    names: tuple[Folder, ...] = ("temporary", "partial", "downloads", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
     return StoreUsage(
         models=tuple(

@@ -431,8 +431,7 @@ class _Collection:
     def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         self._update()
-        # Removes the entries of cold blobs that are gone. It needs the lock, because freeze appends
-        # to the file.
+        # Removes the entries of lost cold blobs, under the lock because freeze appends to the file.
         if self._cold and not self._is_dry:
             self._store.cold_index.rewrite(self._cold)
         # All are found before any is removed.
@@ -443,7 +442,8 @@ class _Collection:
             *self._lost_signatures(),
         )
         yield from self._remove_partial()
-        yield from self._remove_arrivals()
+        for folder in (self._store.folder("arrivals"), *self._store.folder("downloads").glob("*")):
+            yield from self._remove_downloads(folder)
         yield from self._remove_uploads()
 
     def remove_unfinished(self, digests: Collection[str]) -> list[Removed]:
@@ -519,9 +519,8 @@ class _Collection:
                 removable = status.st_mtime + self._partial_age
                 self._keep(below, size, "in use" if leases else "partial", leases, removable)
 
-    def _remove_arrivals(self) -> Iterator[Removed]:
-        """Remove old files that no server fetches any more: one that runs has locked their folder."""
-        folder = self._store.folder("arrivals")
+    def _remove_downloads(self, folder: Path) -> Iterator[Removed]:
+        """Remove old files that no process fetches any more: one that does has locked their folder."""
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -533,9 +532,11 @@ class _Collection:
                 status = entry.stat(follow_symlinks=False)
                 if _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), allocated(status))
-            for model in () if self._is_dry else scan_folder(folder):
-                with contextlib.suppress(OSError):  # it has files that are young
-                    Path(model.path).rmdir()
+            for inner, _, _ in () if self._is_dry else os.walk(folder, topdown=False):
+                # A server that starts now has opened the folder of arrivals, and will lock it.
+                if inner != str(self._store.folder("arrivals")):
+                    with contextlib.suppress(OSError):  # it has files that are young
+                        Path(inner).rmdir()
         finally:
             os.close(descriptor)
 
@@ -550,8 +551,7 @@ class _Collection:
                     continue
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    # A push keeps its lock file locked. Entries of uploads are never locked, so
-                    # their age decides.
+                    # A push keeps its lock file locked. The age of entries, never locked, decides.
                     if try_lock(descriptor, fcntl.LOCK_EX, self._store.root):
                         yield self._remove(Path(entry.path), status.st_size)
                 finally:

@@ -56,11 +56,11 @@ def test_the_variable_of_the_store_is_no_address_either(
 @pytest.mark.parametrize(
     ("source", "advice"),
     [
-        ("s3://bucket/x", PULL),
+        ("oci://host.example/x", PULL),
         ("hf:org/x", "for the Hub's repository, say hf://org/x"),
         (
             "https://host.example/x",
-            "'blobstore pull https://host.example/x' fetches a model of a server; download other files",
+            "'blobstore pull https://host.example/x' fetches a model of a server; for a file, give the URL",
         ),
         (
             "docker://host.example/x",

@@ -35,6 +35,7 @@ from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
 _ROOT = Path(__file__).parents[3]
+_MAIN = "from blobstore.cli.main import main; main()"
 _SHARD = "model-00002-of-00002.safetensors"
 _DOWNLOAD = """
 import json, os, sys
@@ -766,12 +767,72 @@ def test_the_command_creates_a_model_from_the_hub(
 ) -> None:
     repo = client.server.add("org/model", folder)
     store = str(tmp_path / "store")
-    main = "from blobstore.cli.main import main; main()"
-    created = client.run(main, "create", "hf://org/model", "model", "--store", store, "--json")
+    created = client.run(_MAIN, "create", "hf://org/model", "model", "--store", store, "--json")
     assert created.code == 0, created.stderr
     result = json.loads(created.stdout)
     assert result["tensors"] == len(dense_tensors() | moe_tensors())
     assert (result["repository"], result["commit"]) == ("org/model", repo.commit)
-    missing = client.run(main, "create", "org/missing", "other", "--store", store)
+    missing = client.run(_MAIN, "create", "org/missing", "other", "--store", store)
     assert missing.code == 3
     assert missing.stderr.count("\n") == 1
+
+
+def test_an_import_leaves_nothing_in_the_cache_that_was_not_there(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    client.server.add("org/model", folder)
+    store = tmp_path / "store"
+    create = (_MAIN, "create", "hf://org/model", "model", "--store", str(store))
+
+    def cached() -> set[str]:
+        return {str(path) for path in client.home.rglob("*") if "models--" in str(path)}
+
+    assert client.run(*create).code == 0
+    assert not cached()
+    assert client.run(*create, "--keep-hub-cache").code == 0
+    kept, sent = cached(), client.server.sent
+    assert any(path.endswith(_SHARD) for path in kept)
+    assert client.run(*create).code == 0
+    assert cached() == kept
+    assert client.server.sent == sent
+    assert not list((store / ".blobstore" / "downloads").iterdir())
+
+
+def test_a_file_that_the_cache_has_of_another_commit_is_not_fetched_again(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    client.server.add("org/model", folder)
+    client.server.branch("org/model", "next", folder)
+    assert "error" not in client.download("org/model")
+    sent = client.server.sent
+    store = str(tmp_path / "store")
+    next_one = ("create", "hf://org/model@next", "model", "--store", store)
+    assert client.run(_MAIN, *next_one).code == 0
+    assert client.server.sent == sent
+
+
+def test_a_download_that_fails_is_continued_by_the_next_import(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    repo = client.server.add("org/model", folder)
+    repo.statuses[_SHARD] = [403] * 20
+    create = (_MAIN, "create", "hf://org/model", "model", "--store", f"{tmp_path}/store")
+    failed = client.run(*create)
+    assert failed.code == 1, failed.stderr
+    sent = client.server.sent
+    repo.statuses.clear()
+    assert client.run(*create).code == 0
+    # Those that were chosen by are there; of the others, the failure may have stopped some.
+    assert client.server.sent - sent < sum(it["size"] for it in repo.tree() if "size" in it)
+
+
+def test_a_file_that_was_damaged_on_the_way_is_fetched_again_by_the_next_import(
+    client: Client, folder: Path, tmp_path: Path
+) -> None:
+    repo = client.server.add("org/model", folder, corrupt={_SHARD})
+    create = (_MAIN, "create", "hf://org/model", "model", "--store", f"{tmp_path}/store")
+    failed = client.run(*create)
+    assert failed.code == 4
+    assert failed.stderr.rstrip().endswith("; try again")
+    repo.corrupt.clear()
+    assert client.run(*create).code == 0

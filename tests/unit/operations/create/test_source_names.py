@@ -29,6 +29,10 @@ from tests.unit.cli.running import run
         ("ollama://x:y", None, "x:y"),
         ("/some/model folder", None, "model-folder:latest"),
         ("/some/model.SAFETENSORS", None, "model:latest"),
+        ("s3://bucket/team/llama", None, "llama:latest"),
+        ("gs://bucket/team/llama.gguf/", None, "llama:latest"),
+        ("az://container", None, "container:latest"),
+        ("https://host/x/model%20one.GGUF?signature=a.gguf#part", None, "model-one:latest"),
         ("/some/x-GGUF", "Q8_0", "x-GGUF:Q8_0"),
     ],
 )

@@ -1,0 +1,129 @@
+"""Folders of files that are downloaded to be imported.
+
+A folder stays if the import is stopped or the connection is lost: the same command then continues it, and ``gc``
+removes it when it is old. It is removed after the import, if its files are damaged, and if the disk is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core import interrupts
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote_place
+from blobstore.core.files import make_folders
+from blobstore.errors import DamagedSource, StoreBusy
+from blobstore.store.locks import try_lock
+from blobstore.store.partial import FULL
+from blobstore.store.scan import scan_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from blobstore.store.local import LocalStore
+
+_PAUSE: Final = 0.1
+
+
+class Downloads:
+    """The folders of one import."""
+
+    def __init__(self, store: LocalStore, *, is_quantized: bool) -> None:
+        """Make no folder yet. ``is_quantized`` says that the store gets fewer bytes than the weights have."""
+        self._store = store
+        self._is_quantized = is_quantized
+        self._needed = 0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if self._needed and is_full(error):
+            raise self._store.no_space(self._needed) from error
+
+    def folder(self, source: str, version: str) -> Path:
+        """Return the folder for files of a version of a source, which only this process uses.
+
+        Raises:
+            StoreBusy: another process was downloading the same for ``lock_timeout`` seconds.
+            StoreError: the store cannot be written, or its file system has no locks.
+        """
+        return self._stack.enter_context(_folder(self._store, source, version))
+
+    def check_space(self, to_fetch: int, weights: int) -> None:
+        """Check that files can be downloaded, and their weights be stored next to them.
+
+        The store may have some of the weights. How many is known only after the download, so all bytes that it
+        has may be those.
+
+        Raises:
+            StoreError: there is not enough space.
+        """
+        self._needed = to_fetch if self._is_quantized else to_fetch + weights
+        if self._needed > self._store.free_space():
+            there = sum(entry.stat().st_size for entry in scan_folder(self._store.folder("blobs")))
+            self._store.check_space(max(to_fetch, self._needed - there))
+
+
+@contextlib.contextmanager
+def _folder(store: LocalStore, source: str, version: str) -> Iterator[Path]:
+    folder = store.folder("downloads") / Digest.of(f"{source} {version}".encode()).hex
+    with store.writing():
+        descriptor = _locked(store, folder, source)
+    try:
+        try:
+            yield folder
+        except BaseException as error:
+            if isinstance(error, DamagedSource) or is_full(error):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        with contextlib.suppress(OSError):  # it has files
+            folder.rmdir()
+        os.close(descriptor)
+
+
+def _locked(store: LocalStore, folder: Path, source: str) -> int:
+    """Return the descriptor of the folder, which this process has locked."""
+    deadline = time.monotonic() + store.lock_timeout
+    while True:
+        make_folders(folder, store.root)
+        with contextlib.suppress(FileNotFoundError):  # its process has just removed it
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.ExitStack() as failing:
+                failing.callback(os.close, descriptor)
+                if try_lock(descriptor, fcntl.LOCK_EX, store.root) and os.path.samestat(
+                    folder.lstat(), os.fstat(descriptor)
+                ):
+                    failing.pop_all()
+                    return descriptor
+        if time.monotonic() >= deadline:
+            raise StoreBusy(
+                f"another process is downloading {quote_place(source)}; try again, or wait longer"
+            )
+        interrupts.sleep(_PAUSE)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, is that the disk has no space left."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
