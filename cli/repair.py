@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _ADVICE = (
-    "to rewrite damaged and missing blobs, give --from the source of the model or the folder of "
-    "another store"
+    "to rewrite damaged and missing blobs, give --from the source of the model, the folder of "
+    "another store or the address of the model elsewhere"
 )
 
 
@@ -30,9 +30,9 @@ _ADVICE = (
 @click.option(
     "--from",
     "source",
-    metavar="SOURCE|STORE",
+    metavar="SOURCE|STORE|ADDRESS",
     type=arguments.SOURCE,
-    help="The source that a model was created from, or the folder of another store.",
+    help="The source that a model was created from, another store, or the address of models elsewhere.",
 )
 @click.option(
     "--quantize-override",
@@ -44,7 +44,7 @@ _ADVICE = (
 @options.shared("weights", "ignore-unindexed", "subtree", "strip-prefix", "keep-names")
 @options.shared("skip-unreadable", "keep", "exclude")
 @click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
-@options.shared("store", "wait", "jobs", "json")
+@options.shared("plain-http", "store", "wait", "jobs", "json")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -61,14 +61,17 @@ def command(
     keep: tuple[str, ...],
     exclude: tuple[str, ...],
     dry_run: bool,
+    plain_http: bool | None,
     jobs: int | None,
     out: Output,
 ) -> None:
     """Verify the models NAME, or all models, and rewrite damaged and missing blobs.
 
-    The bytes come from SOURCE, from which the same blobs are built again, or from another STORE.
-    They are used only if their digest is right. Damaged files are moved to .blobstore/quarantine.
-    Damaged manifests are restored from a STORE that has the same model. Without --from, blobs are
+    The bytes come from SOURCE, from which the same blobs are built again, from another STORE, or from
+    an ADDRESS such as oci://host/repository, s3://bucket/prefix or http://host/name. They are used
+    only if their digest is right. Damaged files are moved to .blobstore/quarantine. Damaged and
+    missing manifests are restored from a STORE or an ADDRESS that has the model: those of the models
+    NAME, or those whose blobs are still there. Without --from, blobs are
     repaired from their other form in the store, compressed or not. The exit code is 4 if a fault
     remains.
     """
@@ -90,6 +93,7 @@ def command(
             keep=keep,
             exclude=exclude,
             dry_run=dry_run,
+            plain_http=plain_http,
             jobs=jobs,
             progress=progress,
         )

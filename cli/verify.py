@@ -70,7 +70,8 @@ def command(
     """Hash and parse every blob of the models NAME, or of all models.
 
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
-    removed during the run is not a fault. With --signatures, an invalid signature is a fault, and so
+    removed during the run is not a fault. Without NAME, it is a fault if manifests seem to be lost,
+    judged by the blobs that are there. With --signatures, an invalid signature is a fault, and so
     is a model that the policy refuses. A folder of manifests that cannot be read is reported, and the
     exit code is 1 unless there are faults.
 
@@ -209,6 +210,8 @@ def _trust(model: SignedModel) -> str:
 
 def fault_line(fault: Fault | RemoteFault) -> str:
     """Return a fault as one line of text."""
+    if not fault.reference:  # of the store itself
+        return escape(fault.message)
     where = [f"model {render.cell(fault.reference)}"]
     if fault.layer and fault.layer != fault.tensor:
         where.append(f"layer {render.cell(fault.layer)}")

@@ -129,6 +129,10 @@ class WholeHistory:
         """Return the digests of the manifests."""
         return {one.manifest for one in self._former.values() if one is not None}
 
+    def blobs(self) -> set[str]:
+        """Return the hex digests of the blobs that they reference."""
+        return {blob for one in self._former.values() if one for blob in one.blobs or ()}
+
     def lost(self, there: Container[str]) -> Iterator[Path]:
         """Yield the files of those that cannot be restored: damaged ones, or without a blob that is ``there``."""
         for name, one in self._former.items():

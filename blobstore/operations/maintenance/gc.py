@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
-from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage
-from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
+from blobstore.core.files import FileVersion, allocated, sync_folder
+from blobstore.errors import BlobDamaged, ImplausibleGarbage
+from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.copies import remove_copies
 from blobstore.store.local import LocalStore, StoreLike
@@ -41,16 +40,12 @@ from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-GRACE: Final = 3600.0
-"""The default age in seconds from which blobs are removed; other programs hold no leases."""
 PARTIAL_GRACE: Final = 7 * 86400.0
 """The same for unfinished downloads, which the next pull of the model continues."""
 _HOLD = 0.2
 """Seconds after which the lock is released for other processes, or as many as it took to read what changed."""
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
-_IMPLAUSIBLE = 0.9
-"""The share of all blobs above which garbage is more likely a mistake."""
 _PREFIX = Digest("").file_name
 
 Reason = Literal["young", "in use", "base", "damaged manifest", "partial"]
@@ -273,26 +268,20 @@ class _Collection:
 
         A folder of manifests that is empty because its disk is not mounted looks like one without models.
         """
-        folder = quote(self._store.folder("manifests"))
         count = len(candidates)
-        if self._marks.by_path() and count <= _IMPLAUSIBLE * self._blob_count:
+        if not self._implausible(count):
             return ""
         self._leases = self._store.read_leases()
         for item in candidates:
             path = item.folder / item.name
             with contextlib.suppress(FileNotFoundError):
-                is_young = _age(path.lstat()) < self.older_than
+                is_young = age_of(path.lstat()) < self.older_than
                 count -= is_young or bool(self._leases_of(item.digest))
-        if not count:
-            return ""
-        if not self._marks.by_path():
-            return f"there are no manifests in {folder}, but {count:,} blobs"
-        if count <= _IMPLAUSIBLE * self._blob_count:
-            return ""
-        return (
-            f"the manifests in {folder} do not reference {count:,} of {self._blob_count:,} blobs, "
-            "so some manifests may be missing"
-        )
+        return self._implausible(count)
+
+    def _implausible(self, count: int) -> str:
+        has_models = bool(self._marks.by_path())
+        return implausible(self._store, count, self._blob_count, has_models=has_models)
 
     def sweep(self, candidates: list[_Candidate]) -> list[Removed]:
         """Remove those candidates that are garbage still, in batches, durably."""
@@ -356,9 +345,9 @@ class _Collection:
         # The damaged part of a manifest may be the digest of its config, so a config is kept if it
         # confirms the layers.
         lost = self._marks.lost()
-        if lost and _promise_of(item.folder / item.name) in lost:
+        if lost and promise_of(item.folder / item.name) in lost:
             return "damaged manifest"
-        return "young" if _age(status) < self.older_than else None
+        return "young" if age_of(status) < self.older_than else None
 
     def _leases_of(self, digest: Digest) -> list[str]:
         """Return the names of the leases that hold a blob."""
@@ -455,7 +444,7 @@ class _Collection:
         for path, age in found:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
-                if _age(status) >= age:
+                if age_of(status) >= age:
                     yield self._remove(path, status.st_size)
 
     def _dead_files(self) -> Iterator[tuple[Path, float]]:
@@ -510,7 +499,7 @@ class _Collection:
                 status = entry.stat(follow_symlinks=False)
                 size = allocated(status)
                 leases = self._leases_of(Digest(digest))
-                if not leases and _age(status) >= self._partial_age:
+                if not leases and age_of(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), size)
                     continue
                 if entry.name.endswith(PARTIAL_LOCK):
@@ -530,7 +519,7 @@ class _Collection:
                 return
             for entry in walk_files(folder):
                 status = entry.stat(follow_symlinks=False)
-                if _age(status) >= self._partial_age:
+                if age_of(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), allocated(status))
             for inner, _, _ in () if self._is_dry else os.walk(folder, topdown=False):
                 # A server that starts now has opened the folder of arrivals, and will lock it.
@@ -547,7 +536,7 @@ class _Collection:
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 status = entry.stat(follow_symlinks=False)
-                if not stat.S_ISREG(status.st_mode) or _age(status) < self._partial_age:
+                if not stat.S_ISREG(status.st_mode) or age_of(status) < self._partial_age:
                     continue
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
@@ -585,16 +574,3 @@ class _Collection:
 def _hold(update: float) -> float:
     """Return the seconds for removals: no fewer than the update took, or gc would mostly read many names."""
     return max(_HOLD, update)
-
-
-def _promise_of(path: Path) -> str | None:
-    """Return the digest of the layer list that a config blob holds; None for other blobs."""
-    try:
-        return promise(read_regular(path, MAX_CONFIG_SIZE))
-    except (BlobstoreError, OSError):
-        return None
-
-
-def _age(status: os.stat_result) -> float:
-    # If the clock was set back, a file may be from the future: its age is 0.
-    return max(0.0, time.time() - status.st_mtime)

@@ -19,7 +19,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest, NameConflict, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance.gc import GRACE
+from blobstore.operations.maintenance.lost_manifests import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike

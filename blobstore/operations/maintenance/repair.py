@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import one_or_more
 from blobstore.core.digest import Digester
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote_place
 from blobstore.core.files import make_folders, write_all
 from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
@@ -31,12 +31,12 @@ from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
+    OtherBlobs,
     OtherFiles,
-    OtherStore,
     RebuiltBlobs,
-    open_other_store,
+    open_other,
 )
-from blobstore.operations.maintenance.verify import verify_models
+from blobstore.operations.maintenance.verify import Verified, verify_models
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import states, which_are_whole
@@ -56,14 +56,16 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
     from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
-    from blobstore.operations.maintenance.verify import Fault, Verified
+    from blobstore.operations.maintenance.verify import Fault
     from blobstore.sources.base import TensorSource
     from blobstore.store.locks import Lease
 
 _BACKUP = "create the model again, or take the file from a backup"
-_NO_MANIFEST = f"a missing manifest cannot be repaired; {_BACKUP}"
+_NO_MANIFEST = (
+    f"only a store or a remote that has a model of this name can restore its manifest; or {_BACKUP}"
+)
 _LOST = "; it has the options of create, so give them again"
-_MANIFEST = f"only another store that has the model can restore a manifest; or {_BACKUP}"
+_MANIFEST = f"only a store or a remote that has the model can restore a manifest; or {_BACKUP}"
 
 
 class RepairedBlob(NamedTuple):
@@ -108,15 +110,17 @@ def repair_models(
     keep: Sequence[str] = (),
     exclude: Sequence[str] = (),
     dry_run: bool = False,
+    plain_http: bool | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Repaired:
-    """Verify models, and rewrite damaged and missing blobs.
+    """Verify models, and rewrite damaged and missing blobs and manifests.
 
     Args:
         references: the models; none means all of the store.
-        source: the source that a model was created from, or the folder of another store. With None,
-            only blobs are repaired of which the store has another file.
+        source: the source that a model was created from; or the folder of another store, or the address of
+            models in a registry, object storage or ``blobstore serve``. With None, only blobs are repaired of
+            which the store has another file.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         overrides: the overrides that the model was quantized with; other settings are detected.
         weights: as for :func:`blobstore.create`.
@@ -128,6 +132,7 @@ def repair_models(
         keep: as for :func:`blobstore.create`.
         exclude: as for :func:`blobstore.create`.
         dry_run: change nothing. The bytes are still built and hashed.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
 
@@ -135,7 +140,8 @@ def repair_models(
         the blobs and manifests that were rewritten, and the faults that are left.
 
     Raises:
-        ModelNotFound: a model in ``references`` has no manifest; that cannot be repaired.
+        ModelNotFound: a model in ``references`` has no manifest, and ``source`` has none of this name.
+        RemoteError: the remote cannot be reached, refuses access or misbehaves.
         SourceError, DamagedSource, SourceNotFound: the source cannot be read at all; or it changed
             while it was read, and not all blobs could be repaired.
         StoreBusy: the store's lock could not be acquired in time.
@@ -146,7 +152,6 @@ def repair_models(
     check_jobs(jobs)
     store = LocalStore.of(store)
     chosen = Reference.all_of(references)
-    other = None if source is None else open_other_store(source, store)
     options = SourceOptions(
         weights=weights,
         ignore_unindexed=ignore_unindexed,
@@ -160,29 +165,37 @@ def repair_models(
     opened: TensorSource | None = None
     restored: tuple[Restored, ...] = ()
     with contextlib.ExitStack() as stack:
+        other = stack.enter_context(open_other(source, store, chosen, plain_http))
         if other is not None:
-            names = chosen or tuple(store.references())
-            restored = tuple(restore_manifests(store, other, names, is_dry=dry_run))
+            restored = tuple(restore_manifests(store, other, chosen, is_dry=dry_run))
         elif source is not None:
             models = chosen or store.references()
             opened, options = _open_source(source, options, store, models, progress)
             stack.callback(opened.close)
+        new = {item.reference for item in restored if not store.has_model(item.reference)}
+        there = [name for name in chosen if name not in new] if dry_run else chosen
         try:
-            verified = verify_models(chosen, store=store, jobs=jobs, progress=progress)
+            verified = (
+                Verified()
+                if chosen and not there
+                else verify_models(there, store=store, jobs=jobs, progress=progress)
+            )
         except ModelNotFound as error:
             raise ModelNotFound(f"{error.message}; {_NO_MANIFEST}", advice=error.advice) from None
         provider: BlobProvider | None = None
         if other is not None:
-            provider = OtherStore(other)
+            provider = OtherBlobs(other)
         elif opened is not None:
             damaged = {blob.id for blob in verified.damaged}
             provider = _rebuilt(opened, options, one_or_more(overrides), store, damaged)
-        work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
+        work = _Repair(
+            store, verified.damaged, quote_place(str(source)), jobs, progress, is_dry=dry_run
+        )
         work.run(provider)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
             opened.check_unchanged()  # otherwise the digests say wrong things about the source
     intact = {str(digest) for digest, _ in work.intact}
-    of_other = f"{quote(source)} has no manifest that is certainly the same; {_BACKUP}"
+    of_other = f"{quote_place(str(source))} has no manifest that is certainly the same; {_BACKUP}"
     work.reasons[""] = _MANIFEST if other is None else of_other
     with interrupts.deferred():  # all is done, and the user learns what
         faults = tuple(_remaining(store, verified, restored, intact, work.reasons, is_dry=dry_run))
@@ -265,7 +278,8 @@ def _remaining(
     faults: Sequence[Fault] = verified.faults
     if is_dry:  # the faults of manifests that would be restored do not remain
         damaged = {blob.id for blob in verified.damaged}
-        left = {
+        left = {"": set[str]()} if restored else {}  # what is wrong with the whole store
+        left |= {
             str(item.reference): {
                 str(blob.digest) for blob in item.manifest.blobs if blob.id in damaged
             }

@@ -1,8 +1,8 @@
-"""Restores damaged manifests from another store that has the same models.
+"""Restores damaged and missing manifests from another store, or a remote, that has the same models.
 
-Only a manifest that its config confirms is used. It is of the same model if the damaged manifest still
-contains one of its two halves: the digest of the config, or the list of layers, whose digest the config
-holds.
+A damaged manifest is replaced only by one that its config confirms. That is of the same model if the damaged
+manifest still contains one of its two halves: the digest of the config, or the list of layers, whose digest
+the config holds. A missing manifest is that of the same name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
-from blobstore.store.names import NameUpdate
+from blobstore.store.names import ABSENT, NameUpdate
 from blobstore.store.quarantine import quarantine_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.maintenance.repair_sources import OtherModels
     from blobstore.store.local import LocalStore
 
 
@@ -32,36 +33,62 @@ class Restored(NamedTuple):
     reference: Reference
     manifest: Manifest
     quarantined: Path | None
-    """The new place of the damaged file; None if nothing was changed."""
+    """The new place of the damaged file; None if there was none, or nothing was changed."""
 
 
 def restore_manifests(
-    store: LocalStore, other: LocalStore, references: Iterable[Reference], *, is_dry: bool
+    store: LocalStore, other: OtherModels, chosen: Sequence[Reference], *, is_dry: bool
 ) -> Iterator[Restored]:
-    """Restore the damaged manifests that another store has intact.
+    """Restore the missing and damaged manifests that another place has intact.
+
+    Without names in ``chosen``, those are missing whose blobs the store has, unless they were removed from it.
 
     Raises:
+        RemoteError: the other place cannot be reached.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: one of the stores cannot be read, or ``store`` cannot be written.
     """
-    for reference in references:
+    there: set[bytes] = set()
+    for reference in chosen or chain(store.references(), _lost(store, other, there)):
         damaged = _damaged(store, reference)
-        intact = None if damaged is None else _find_intact(other, reference, damaged)
-        if damaged is None or intact is None:
+        if damaged is not None:
+            intact = _find_intact(other, reference, damaged)
+        else:
+            intact = None if store.has_model(reference) else _intact(other, reference)
+        if intact is None:
+            with contextlib.suppress(BlobstoreError):
+                there.add(store.read_manifest(reference).removesuffix(b"\n"))
             continue
+        if damaged is not None:
+            there.add(intact.removesuffix(b"\n"))
         manifest = Manifest.from_bytes(intact)
         if is_dry:
             yield Restored(reference, manifest, None)
             continue
+        old = ABSENT if damaged is None else Digest.of(damaged)
         with store.writing(), store.exclusive_lock():
             # It was read without the lock, so another process may have restored or replaced it.
-            if _damaged(store, reference) != damaged:
+            if store.names.version(reference) != old:
                 continue
-            quarantined = quarantine_copy(store, damaged)
-            update = NameUpdate(reference, Digest.of(damaged), Digest.of(intact))
+            quarantined = None if damaged is None else quarantine_copy(store, damaged)
+            update = NameUpdate(reference, old, Digest.of(intact))
             # Blobs are not checked: they are repaired once the manifest lists them.
             store.names.place(update, intact, ())
         yield Restored(reference, manifest, quarantined)
+
+
+def _lost(store: LocalStore, other: OtherModels, there: Container[bytes]) -> Iterator[Reference]:
+    """Yield the names that another place has, and the store has lost though it has their blobs.
+
+    Other names of manifests that are ``there`` are no loss.
+    """
+    for reference in other.references():
+        with contextlib.suppress(BlobstoreError):
+            data = other.read_manifest(reference)
+            if not store.has_model(reference) and data.removesuffix(b"\n") not in there:
+                former = (one.data for one in store.names.former(reference))
+                if store.has_blobs(Manifest.from_bytes(data).blobs) and data not in former:
+                    yield reference
 
 
 def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
@@ -77,20 +104,31 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
     return data
 
 
-def _find_intact(other: LocalStore, reference: Reference, damaged: bytes) -> bytes | None:
+def _find_intact(other: OtherModels, reference: Reference, damaged: bytes) -> bytes | None:
     """Return the intact manifest of the same model, preferably the one with the same name.
 
-    Returns None if the other store has no such manifest, or if ``damaged`` equals it: then only the
+    Returns None if the other place has no such manifest, or if ``damaged`` equals it: then only the
     config blob is damaged.
     """
     for name in chain([reference], other.references()):
-        with contextlib.suppress(BlobstoreError, OSError):
-            data, manifest = other.parse(name)
-            config = other.read_blob(manifest.config.digest, manifest.config.size)
-            halves = [str(manifest.config.digest).encode()]
-            halves += [listed(manifest.layers)] if manifest.layers else []  # "[]" may be anywhere
-            is_same = any(half in damaged for half in halves)
-            if is_same and check_layers(data, config):
-                is_equal = data.removesuffix(b"\n") == damaged.removesuffix(b"\n")
-                return None if is_equal else data
+        data = _intact(other, name, damaged)
+        if data is not None:
+            is_equal = data.removesuffix(b"\n") == damaged.removesuffix(b"\n")
+            return None if is_equal else data
+    return None
+
+
+def _intact(other: OtherModels, name: Reference, damaged: bytes | None = None) -> bytes | None:
+    """Return a manifest if it is not changed, and of the model of ``damaged``, if that is given."""
+    with contextlib.suppress(BlobstoreError, OSError):
+        data = other.read_manifest(name)
+        manifest = Manifest.from_bytes(data)
+        config = other.read_blob(manifest.config.digest, manifest.config.size)
+        is_confirmed = check_layers(data, config)
+        if damaged is None:  # a config of Ollama's confirms nothing, and the name is the same
+            return data
+        halves = [str(manifest.config.digest).encode()]
+        halves += [listed(manifest.layers)] if manifest.layers else []  # "[]" may be anywhere
+        if is_confirmed and any(half in damaged for half in halves):
+            return data
     return None

@@ -1,4 +1,4 @@
-"""The places from which ``repair`` gets blobs: the model's source, another store, or other files of the blob.
+"""The places from which ``repair`` gets blobs: the model's source, another store, a remote, or other files of the blob.
 
 The source layer of a manifest says with which options its model was created. If a model has none, the
 source is planned in every way that ``create`` supports. A planned blob with the name and size of a wanted
@@ -18,7 +18,7 @@ from blobstore.core.arguments import local_path
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.core.schemes import scheme_of
-from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
+from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedSource, UsageError
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.grouping import EXPERT_FORMS
 from blobstore.operations.create.import_options import ImportOptions, source_record
@@ -26,7 +26,11 @@ from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.operations.create.tensor_bytes import Converter
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
+from blobstore.remotes.addresses import find_model, is_address, is_in_objects
+from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog
+from blobstore.remotes.model_reader import RemoteReader
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.hub import is_hub_url
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -36,7 +40,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Reference
     from blobstore.operations.create.plan import ModelPlan
+    from blobstore.remotes.model_reader import RemoteModelSource
     from blobstore.sources.base import SourceOptions, TensorSource
 
 Wanted = Mapping["BlobId", "Descriptor"]
@@ -61,19 +67,23 @@ class BlobProvider(Protocol):
         """
 
 
-class OtherStore:
-    """Another store, which may have the same blobs."""
+OtherModels = LocalStore | RemoteReader
+"""Another store, or models of a remote, which may have the same manifests and blobs."""
 
-    def __init__(self, store: LocalStore) -> None:
-        self.store = store
+
+class OtherBlobs:
+    """The blobs of another store, or of a remote."""
+
+    def __init__(self, other: OtherModels) -> None:
+        self._other = other
 
     def rounds(self, wanted: Wanted) -> Iterator[Sequence[Candidate]]:
-        """Yield one round with the blobs that the store has; see :class:`BlobProvider`."""
+        """Yield one round with the blobs that the other place has; see :class:`BlobProvider`."""
         found = []
         for blob in wanted.values():
             with contextlib.suppress(BlobstoreError):  # damaged there too
-                if self.store.exists(blob.digest, blob.size):
-                    pieces = partial(self.store.read_pieces, blob.digest, blob.size)
+                if self._other.exists(blob.digest, blob.size):
+                    pieces = partial(self._other.read_pieces, blob.digest, blob.size)
                     found.append(Candidate(blob, pieces))
         yield found
 
@@ -218,12 +228,46 @@ class RebuiltBlobs:
                 raise failure
 
 
-def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> LocalStore | None:
-    """Return the store at ``source``; None if ``source`` is not the folder of a store.
+@contextlib.contextmanager
+def open_other(
+    source: str | os.PathLike[str] | None,
+    store: LocalStore,
+    names: Sequence[Reference],
+    plain_http: bool | None,
+) -> Iterator[OtherModels | None]:
+    """Yield the models of the store, or at the address, ``source``; None if it is neither.
+
+    Models of a remote have the names that ``pull`` gives them. One model alone has the name in ``names``, if that
+    is one.
 
     Raises:
+        BlobstoreError: the remote cannot be read.
         UsageError: ``source`` is ``store`` itself.
     """
+    if source is None or is_hub_url(str(source)) or not is_address(source):
+        yield None if source is None else _other_store(source, store)
+        return
+    with contextlib.ExitStack() as stack:
+        if not _has_many(source, plain_http):
+            found = stack.enter_context(find_model(source, plain_http=plain_http))
+            name = names[0] if len(names) == 1 else found.address.name()
+            yield RemoteReader({name: found})
+            return
+        models: dict[Reference, RemoteModelSource] = {}
+        for entry in read_remote_catalog(source, plain_http=plain_http):
+            with contextlib.suppress(Damaged, NotFound, UnsupportedSource):  # others may be of use
+                found = stack.enter_context(find_model(entry.address, plain_http=plain_http))
+                models[found.address.name()] = found
+        yield RemoteReader(models)
+
+
+def _has_many(address: str, plain_http: bool | None) -> bool:
+    if is_in_objects(address):
+        return find_store(address) is not None
+    return has_many_models(address, plain_http=plain_http)
+
+
+def _other_store(source: str | os.PathLike[str], store: LocalStore) -> LocalStore | None:
     if scheme_of(source) is not None:  # such as hf://
         return None
     path = local_path(source)

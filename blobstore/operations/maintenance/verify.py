@@ -40,6 +40,7 @@ from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import QPARAMS, read_headers, read_tensors
 from blobstore.operations.describe.show import check_options
+from blobstore.operations.maintenance.lost_manifests import lost_manifests
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.verified_cache import VerifiedBlobs
@@ -75,13 +76,13 @@ class Fault:
 class Verified:
     """The result of :func:`verify_models`. Faults are in the order of models and layers."""
 
-    models: int
-    blobs: int
+    models: int = 0
+    blobs: int = 0
     """Blobs that were checked. A blob that several models share counts once."""
-    bytes_read: int
-    seconds: float
-    faults: tuple[Fault, ...]
-    damaged: tuple[Descriptor, ...]
+    bytes_read: int = 0
+    seconds: float = 0.0
+    faults: tuple[Fault, ...] = ()
+    damaged: tuple[Descriptor, ...] = ()
     """Blobs that are missing, or have a wrong size or digest, each once."""
 
 
@@ -96,6 +97,8 @@ def verify_models(
     on_error: Callable[[StoreError], object] | None = None,
 ) -> Verified:
     """Check models completely: manifests, digests of all blobs, headers of tensors, the config.
+
+    If all models are checked, it is a fault, too, if manifests seem to be lost by the blobs that are there.
 
     Every blob is hashed, even if it was verified before. Blobs that are intact are noted, so that
     ``open(verify="digest")`` need not hash them again. JSON files are checked by digest only, because
@@ -129,6 +132,7 @@ def verify_models(
     limiter = None if rate is None else RateLimiter(rate)
     check = _BlobCheck(store, jobs, progress, limiter, is_quick=quick)
     names = Reference.all_of(references)
+    is_whole = not names
     must_exist, is_first = bool(names), True
     names = names or tuple(store.references(on_error=on_error))
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
@@ -146,7 +150,10 @@ def verify_models(
             if faults[reference] and (is_first or not _is_unchanged(store, reference, data)):
                 doubted.append(reference)
         names, must_exist, is_first = tuple(doubted), False, False
-    every = tuple(fault for of_model in faults.values() for fault in of_model)
+    every = (
+        *(_store_faults(store) if is_whole else ()),
+        *(fault for of_model in faults.values() for fault in of_model),
+    )
     faulty = {fault.blob for fault in every}
     return Verified(
         models=len(faults),
@@ -160,6 +167,14 @@ def verify_models(
             if isinstance(error, BlobMissing | BlobDamaged) and str(key.digest) in faulty
         ),
     )
+
+
+def _store_faults(store: LocalStore) -> Iterator[Fault]:
+    """Yield the fault of a store whose blobs say that manifests are lost."""
+    # A manifest that cannot be read is a fault of its model, and some readers may not read all folders.
+    with contextlib.suppress(BlobstoreError, OSError):
+        if store.root.exists() and (why := lost_manifests(store)):
+            yield Fault("", "", "", why)
 
 
 class _BlobCheck:

@@ -163,7 +163,7 @@ def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) 
 
 def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
     result = run("repair", "dens", "--from", dense, exit_code=3)
-    assert "a missing manifest cannot be repaired" in result.stderr
+    assert "that has a model of this name can restore its manifest" in result.stderr
     assert "did you mean 'dense'?" in result.stderr
 
 

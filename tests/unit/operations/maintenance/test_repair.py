@@ -36,6 +36,7 @@ from blobstore.models.header_index import load_index, rewrite_indexes, write_ind
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.repair import Repaired, _Repair, repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
@@ -368,7 +369,7 @@ def test_reports_an_unreadable_manifest(store: LocalStore, folder: Path) -> None
     assert layers(repaired) == {PLAIN}
     (fault,) = repaired.faults
     assert fault.reference == "broken:latest"
-    assert "only another store that has the model can restore a manifest" in fault.message
+    assert "only a store or a remote that has the model can restore a manifest" in fault.message
 
 
 def test_reports_an_empty_manifest(store: LocalStore, tmp_path: Path) -> None:
@@ -392,7 +393,7 @@ def test_a_dry_run_reports_what_the_manifest_would_repair(
 
 
 def test_a_missing_manifest_cannot_be_repaired(store: LocalStore, folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match="a missing manifest cannot be repaired"):
+    with pytest.raises(ModelNotFound, match="has a model of this name can restore its manifest"):
         repair_models([Reference.parse("gone")], folder, store=store)
 
 
@@ -534,7 +535,7 @@ def test_a_blob_of_a_model_that_is_removed_during_the_repair_becomes_garbage(
     place = _Repair._place
 
     def removing(self: _Repair, item: Descriptor, path: Path) -> None:
-        store.manifest_path(NAME).unlink()
+        remove_models([NAME], store=store)
         place(self, item, path)
 
     monkeypatch.setattr(_Repair, "_place", removing)

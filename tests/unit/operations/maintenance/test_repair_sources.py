@@ -14,7 +14,7 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.maintenance.repair_sources import BlobProvider, OtherStore, RebuiltBlobs
+from blobstore.operations.maintenance.repair_sources import BlobProvider, OtherBlobs, RebuiltBlobs
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import (
@@ -158,14 +158,14 @@ def test_another_store_has_what_it_has(store: LocalStore, tmp_path: Path) -> Non
     path = Path(store.blob_path(short[0]))
     path.chmod(0o644)
     path.write_bytes(b"")
-    had(OtherStore(store), wanted)
+    had(OtherBlobs(store), wanted)
     assert set(wanted) == {gone, short}
 
 
 def test_a_blob_that_another_store_loses_cannot_be_read(store: LocalStore, tmp_path: Path) -> None:
     made(dense_tensors(), store, tmp_path)
     wanted = all_blobs(store)
-    (candidates,) = OtherStore(store).rounds(wanted)
+    (candidates,) = OtherBlobs(store).rounds(wanted)
     Path(store.blob_path(candidates[0].blob.digest)).unlink()
     with pytest.raises(BlobMissing):
         list(candidates[0].buffers())
