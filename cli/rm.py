@@ -50,8 +50,8 @@ def command(
     all of its tags.
 
     With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
-    3". With both, those that neither keeps. Tags of one manifest count once, with the age of the
-    newest.
+    3". With both, those that neither keeps. An alias, such as run:best next to run:500 with the same
+    manifest, does not count, and neither it nor its model is removed.
     """
     from blobstore.remotes.addresses import is_address
 
@@ -72,6 +72,11 @@ def command(
         kept = len(chosen) - len(expired)
         if kept:
             out.line(f"keeps {render.count_of(kept, 'model')}")
+        if keep_last is not None and len({name.parts[:-1] for name in chosen}) == len(chosen) > 1:
+            output.show_note(
+                f"--keep-last counts the tags of each name, and each of these {len(chosen)} names has one; "
+                f"'blobstore mv' makes models tags of one name, such as run:{chosen[0].model}"
+            )
         chosen = tuple(expired)
     removed = remove_models(chosen, store=store, dry_run=dry_run)
     data = {

@@ -49,6 +49,10 @@ _LLAMA_CPP = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
 """Matches what llama.cpp lists the files of a repository and a quantization in, in its cache."""
 
 
+_STEP = re.compile(r"checkpoint-([0-9]+)")
+"""Matches the folder that the Trainer of transformers makes for a step of a run."""
+
+
 class FoundModel(NamedTuple):
     """A model that :func:`find_models` has found."""
 
@@ -97,7 +101,8 @@ def create_all(
 
     Args:
         folder: a cache of the Hub's client or of llama.cpp, whose models get the names of their repositories,
-            or a folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files
+            or a folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Steps of a
+            run, ``checkpoint-N``, become tags of the folder that holds them: ``run:checkpoint-N``. Files
             of weights next to these are left out, except GGUF files; see :func:`loose_files`. Several
             quantizations of one model in GGUF files become ``name:Q4_K_M`` and the like, also those of a
             repository of the Hub. Or ``ollama://``, for all that Ollama has.
@@ -189,24 +194,40 @@ def _in_folder(folder: Path) -> tuple[list[FoundModel], bool]:
         folder /= "hub"  # what HF_HOME names
     name = name_of(path_name(folder))
     if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
-        return quantizations(name, folder, _tree(folder)), True
-    found: list[FoundModel] = []
+        steps = [path for path in _models_below(folder) if _STEP.fullmatch(path.name)]
+        found = [FoundModel(_name_in(folder, path), path) for path in steps]
+        return quantizations(name, folder, _tree(folder)) + found, True
+    found = []
     for path in sorted(folder.iterdir()):
         if repository := cached_repository(path):
             found += quantizations(repository, path, _tree(path))
     for path in _models_below(folder):
-        found += quantizations(path.relative_to(folder).as_posix(), path, _tree(path))
+        found += quantizations(_name_in(folder, path), path, _tree(path))
     if gguf_files(FileTree(folder)).models:
         found += quantizations(name, folder, _tree(folder), by_stem=bool(found))
     return found, False
 
 
+def _name_in(folder: Path, path: Path) -> str:
+    """Return the name of a model in a folder: steps of one run are tags of one name."""
+    if _STEP.fullmatch(path.name) is None:
+        return path.relative_to(folder).as_posix()
+    run = path.parent.relative_to(folder).as_posix()
+    return f"{name_of(path_name(folder)) if run == '.' else run}:{path.name}"
+
+
+def _by_step(path: Path) -> str:
+    """Return a key by which the steps of a run are in their order."""
+    return _STEP.sub(lambda found: f"checkpoint-{found[1]:0>20}", path.name)
+
+
 def _models_below(folder: Path) -> Iterator[Path]:
     """Yield the folders of models in a folder, or in its folders, which may be those of organizations."""
     own = gguf_files(FileTree(folder)).folders
-    for path in sorted(folder.iterdir()):
+    # In the order of steps, because the newest one is that which was imported last.
+    for path in sorted(folder.iterdir(), key=_by_step):
         if path.is_dir() and not path.name.startswith(".") and path.name not in own:
-            inside = [path] if _is_model(path) else sorted(path.iterdir())
+            inside = [path] if _is_model(path) else sorted(path.iterdir(), key=_by_step)
             yield from filter(_is_model, inside)
 
 

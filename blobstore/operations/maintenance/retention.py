@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from blobstore.errors import UsageError
-from blobstore.store.catalog import read_entries
+from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ def expired_models(
 ) -> list[Reference]:
     """Return which of some models may be removed, the oldest first. Nothing is removed.
 
-    Models are grouped by name without the tag. Tags of one manifest count as one model, as old as the newest
-    of them. A manifest that cannot be read is kept.
+    Models are grouped by name without the tag. If several tags of a name have one manifest, the oldest chosen one
+    is the model's own, and the others are aliases, such as ``best``: they do not count, and neither they nor their
+    models are removed. A manifest that cannot be read is kept.
 
     Args:
         references: the models to choose from.
@@ -43,16 +44,25 @@ def expired_models(
         raise UsageError("give keep_last or older_than")
     if keep_last is not None and keep_last < 0:
         raise UsageError(f"keep_last must be at least 0, got {keep_last}")
-    groups: dict[tuple[str, ...], dict[Digest, list[tuple[float, Reference]]]] = {}
-    for entry in read_entries(LocalStore.of(store), references):
-        if entry.digest is not None:
-            tags = groups.setdefault(entry.reference.parts[:-1], {})
-            tags.setdefault(entry.digest, []).append((entry.modified, entry.reference))
+    store = LocalStore.of(store)
+    chosen = {entry.reference for entry in read_entries(store, references)}
+    repositories = {reference.parts[:-1] for reference in chosen}
+    # Aliases protect a model whether they are among the chosen ones or not.
+    tags: dict[tuple[tuple[str, ...], Digest], list[tuple[float, Reference]]] = {}
+    for entry in read_catalog(store):
+        repository: tuple[str, ...] = entry.reference.parts[:-1]
+        if entry.digest is not None and repository in repositories:
+            named = entry.modified, entry.reference
+            tags.setdefault((repository, entry.digest), []).append(named)
+    groups: dict[tuple[str, ...], list[tuple[float, Reference, bool]]] = {}
+    for (repository, _), names in tags.items():
+        own = min((one for one in names if one[1] in chosen), default=None)
+        if own is not None:
+            groups.setdefault(repository, []).append((*own, len(names) > 1))
     limit = time.time() - (older_than or 0)
     expired: list[tuple[float, Reference]] = []
-    for tags in groups.values():
-        models = sorted(tags.values(), key=max, reverse=True)
-        for names in models[keep_last or 0 :]:
-            if older_than is None or max(names)[0] < limit:
-                expired += names
+    for models in groups.values():
+        for modified, reference, has_alias in sorted(models, reverse=True)[keep_last or 0 :]:
+            if not has_alias and (older_than is None or modified < limit):
+                expired.append((modified, reference))
     return [reference for _, reference in sorted(expired)]

@@ -102,17 +102,30 @@ def test_an_id_with_several_names_removes_none(stored: LocalStore) -> None:
 
 
 def test_retention_shows_in_a_dry_run_what_gc_would_free(stored: LocalStore, moe: Path) -> None:
-    run("tag", "dense", "same")
     run("create", moe, "dense:new")
     shown = run("rm", "dense:*", "--keep-last", "1", "--dry-run").stdout
-    assert shown.startswith("keeps 1 model\nwould remove dense:latest\nwould remove dense:same\n")
+    assert shown.startswith("keeps 1 model\nwould remove dense:latest\n")
     assert '"blobstore gc" would then free' in shown
     assert (
-        run("rm", "dense:*", "--older-than", "1h").stdout == "keeps 3 models\nnothing to remove\n"
+        run("rm", "dense:*", "--older-than", "1h").stdout == "keeps 2 models\nnothing to remove\n"
     )
     run("rm", "dense:*", "--keep-last", "1")
     assert [str(name) for name in stored.references()] == ["dense:new"]
     run("rm", "s3://bucket/x", "--keep-last", "1", exit_code=2)
+
+
+def test_retention_says_when_no_name_has_several_tags(stored: LocalStore, moe: Path) -> None:
+    run("cp", "dense", "other")
+    result = run("rm", "*", "--keep-last", "1")
+    assert result.stdout == "keeps 2 models\nnothing to remove\n"
+    assert (
+        "--keep-last counts the tags of each name, and each of these 2 names has one"
+        in result.stderr
+    )
+    run("create", moe, "dense:new")
+    assert not run("rm", "*", "--keep-last", "2").stderr
+    run("cp", "dense", "dense:best")
+    assert run("rm", "*", "--keep-last", "1").stdout == "keeps 4 models\nnothing to remove\n"
 
 
 def test_a_glob_removes_models_elsewhere(stored: LocalStore, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
 from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.operations.maintenance.retention import expired_models
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
 from tests.support.distributed_folders import write_folder as write_pieces
@@ -214,3 +216,30 @@ def test_a_model_with_checkpoints_in_folders_stays_one_model(models: Path, name:
     assert loose_files(models) == []
     with pytest.raises(SourceError, match="is a model itself"):
         create_all(models, dry_run=True)
+
+
+def step(folder: Path, number: int) -> None:
+    values = {"w": np.full(9, number, np.float32)}
+    write_folder(folder / f"checkpoint-{number}", values)
+    (folder / f"checkpoint-{number}" / "optimizer.pt").write_bytes(b"")
+
+
+@pytest.mark.parametrize("has_final", [False, True])
+def test_steps_of_a_run_are_tags_of_one_name_in_their_order(
+    store: LocalStore, tmp_path: Path, has_final: bool
+) -> None:
+    for number in (500, 1000, 1500):
+        step(tmp_path / "runs" / "out", number)
+    if has_final:  # what the Trainer saves at the end
+        write_folder(tmp_path / "runs" / "out", dense_tensors())
+    final = ["out:latest"] * has_final
+    steps = [f"out:checkpoint-{number}" for number in (500, 1000, 1500)]
+
+    made = create_all(tmp_path / "runs" / "out", store=store)
+
+    assert [(it.name, it.error) for it in made] == [(name, None) for name in (*final, *steps)]
+    removed = expired_models(steps, keep_last=1, store=store)
+    assert [str(name) for name in removed] == steps[:2]
+    if not has_final:
+        listed = create_all(tmp_path / "runs", store=store, dry_run=True)
+        assert [it.name for it in listed] == steps

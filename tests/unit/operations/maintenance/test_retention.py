@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import ModelNotFound, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -31,20 +33,36 @@ def expired(store: LocalStore, **rules: float) -> list[str]:
 
 
 def test_the_newest_of_each_name_are_kept(store: LocalStore) -> None:
-    assert expired(store, keep_last=1) == ["run:best", "run:v3", "run:v2"]
-    assert expired(store, keep_last=2) == ["run:best", "run:v3"]
+    remove_models(["run:best"], store=store)
+    assert expired(store, keep_last=1) == ["run:v3", "run:v2"]
+    assert expired(store, keep_last=2) == ["run:v3"]
     assert expired(store, keep_last=3) == []
-    assert len(expired(store, keep_last=0)) == 5
+    assert len(expired(store, keep_last=0)) == 4
 
 
 def test_what_is_young_is_kept(store: LocalStore) -> None:
-    assert expired(store, older_than=2.5 * DAY) == ["x:v9", "run:best", "run:v3"]
-    assert expired(store, older_than=1.5 * DAY, keep_last=2) == ["run:best", "run:v3"]
+    remove_models(["run:best"], store=store)
+    assert expired(store, older_than=2.5 * DAY) == ["x:v9", "run:v3"]
+    assert expired(store, older_than=1.5 * DAY, keep_last=2) == ["run:v3"]
 
 
-def test_a_manifest_is_as_old_as_its_newest_tag(store: LocalStore) -> None:
-    os.utime(store.manifest_path("run:best"))
+def test_an_alias_and_its_model_stay(store: LocalStore) -> None:
+    assert expired(store, keep_last=1) == ["run:v2"]
     assert expired(store, older_than=2.5 * DAY) == ["x:v9"]
+    assert expired(store, keep_last=0) == ["x:v9", "run:v2", "run:v1"]
+    # Whether the rule is for the alias or not.
+    steps = [name for name in store.references() if name.tag != "best"]
+    assert expired_models(steps, keep_last=1, store=store) == [Reference.parse("run:v2")]
+    # A name of another model is no alias.
+    copy_model("run:v2", "kept", store=store)
+    assert expired(store, keep_last=1) == ["run:v2"]
+
+
+def test_a_fresh_alias_ousts_no_newer_model(store: LocalStore) -> None:
+    os.utime(store.manifest_path("run:best"))
+    assert expired(store, keep_last=1) == ["run:v2"]
+    copy_model("run:v3", "run:good", store=store)
+    assert expired(store, keep_last=2) == []
 
 
 def test_a_manifest_that_cannot_be_read_is_kept(store: LocalStore) -> None:
