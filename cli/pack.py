@@ -63,10 +63,8 @@ def command(
         packed = pack_models(
             chosen, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
         )
-    fields = (
-        "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks seconds"
-    )
-    out.result(output.record(packed, fields), _as_text(packed))
+    fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks notices seconds"
+    out.result(output.record(packed, fields), _as_text(packed), notes=packed.notices)
 
 
 def _as_text(packed: Packed) -> Iterator[str]:

@@ -47,7 +47,7 @@ from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
@@ -73,6 +73,8 @@ class Packed:
     fallbacks: int
     """Number of blobs that are stored without their base, because the delta could not be verified."""
     seconds: float
+    notices: tuple[str, ...] = ()
+    """Models whose signatures stay in the store, because an archive has none."""
 
 
 def pack_models(
@@ -148,7 +150,20 @@ def pack_models(
         stored=size,
         fallbacks=len(writer.fallbacks),
         seconds=time.monotonic() - started,
+        notices=tuple(_notices(store, models)),
     )
+
+
+def _notices(store: LocalStore, models: Iterable[ArchivedModel]) -> Iterator[str]:
+    for model in models:
+        manifest = Digest.of(model.data)
+        count = sum(one.data is not None for one in store.kept_signatures(manifest))
+        if count:
+            yield (
+                f"{model.reference}: the archive has none of its signatures ({count}); "
+                f"'blobstore unpack --signature FILE' takes the files of "
+                f"{quote(store.signature_folder(manifest))}"
+            )
 
 
 class _Encoding(NamedTuple):

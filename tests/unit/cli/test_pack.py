@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.operations.archive.unpack import check_archive
 from blobstore.store.local import LocalStore
 from tests.support.archives import put_family
 from tests.support.frozen import flip, layers, spoil_deltas
+from tests.support.signing import key_files
 from tests.unit.cli.running import run, run_json
 
 
@@ -39,6 +41,7 @@ def test_prints_json_with_exact_numbers(family: LocalStore, tmp_path: Path) -> N
         "bytes": check_archive(path).size,
         "stored_bytes": path.stat().st_size,
         "fallbacks": 0,
+        "notices": [],
     }
 
 
@@ -79,3 +82,20 @@ def test_says_which_argument_is_missing(family: LocalStore) -> None:
     error = run("pack", "base", exit_code=2).stderr
     assert "the last argument must be a file that ends in .bsar, got 'base'" in error
     assert "missing argument 'NAME...'" in run("pack", "x.bsar", exit_code=2).stderr
+
+
+def test_says_which_signatures_stay(family: LocalStore, tmp_path: Path) -> None:
+    key = key_files(tmp_path)
+    run("sign", "base", "--key", key.private)
+    note = run("pack", "base", "tuned", tmp_path / "family.bsar").stderr
+    folder = family.signature_folder(Digest.of(family.read_manifest("base")))
+    assert note == (
+        "note: base:latest: the archive has none of its signatures (2); "
+        f"'blobstore unpack --signature FILE' takes the files of '{folder}'\n"
+    )
+
+    # What the note says works.
+    files = [argument for path in folder.iterdir() for argument in ("--signature", path)]
+    other = LocalStore(tmp_path / "other")
+    run("unpack", tmp_path / "family.bsar", *files, "--store", other.root)
+    assert len(list(other.signatures(Digest.of(family.read_manifest("base"))))) == 2
