@@ -236,6 +236,7 @@ class Arrival(Fetch):
                 self._store,
                 ImportOptions(),
                 progress=self.check_stopped,
+                planned=lambda plan: tree.memory.hold_blobs(len(plan.blobs)),
             )
         finally:
             source.close()

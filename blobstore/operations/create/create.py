@@ -48,7 +48,7 @@ from blobstore.store.names import ABSENT, NameUpdate
 from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
     from typing import Unpack
@@ -258,14 +258,17 @@ def import_source(
     jobs: int | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
+    planned: Callable[[ModelPlan], object] = lambda _: None,
 ) -> Created:
     """Import an open source, which stays open, with the arguments of :func:`create`. Raises as that, and NameTaken.
 
-    ``started`` is when the import began, by the monotonic clock; by default now.
+    ``started`` is when the import began, by the monotonic clock; by default now. ``planned`` is called with the plan
+    before anything is written.
     """
     started = time.monotonic() if started is None else started
     reference = update.reference
     plan = options.plan(opened)
+    planned(plan)
     record, files, notices = _described(opened, plan, options, store)
     _check_name_free(store, update, record)
     total = sum(blob.size for blob in plan.blobs)

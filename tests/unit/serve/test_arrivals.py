@@ -18,10 +18,11 @@ from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.errors import NameConflict, RemoteError
 from blobstore.http.retry import Patience
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.verify import verify_models
-from blobstore.serve import arrivals, find_upstream
+from blobstore.serve import arrivals, find_upstream, import_memory
 from blobstore.serve.arrivals import Arrival, lock_arrivals
 from blobstore.serve.library import Library
 from blobstore.serve.model_files import model_files
@@ -233,6 +234,17 @@ def test_a_model_whose_index_is_malformed_or_takes_too_much_memory_is_stored_as_
     assert files.keys() == {"config.json"}
     (origin,) = through._library.pulled.all()
     assert WEIGHTS in through._library.pulled.with_others(origin).others
+
+
+def test_weights_in_too_many_blobs_are_stored_as_they_are(
+    through: PullThrough, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_memory, "_PER_BLOB", limits.IMPORT)
+    assert arrive(through).error is None
+    files = model_files(through._store, through._store.resolve(NAME))
+    assert files.keys() == {path.name for path in repo.folder.iterdir()}
+    assert not through._store.resolve(NAME).layers_of(media_types.TENSOR)
+    assert limits.IMPORTS.taken == 0
 
 
 def test_files_that_an_import_fails_at_are_stored_as_they_are(

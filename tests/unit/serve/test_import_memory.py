@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,34 @@ def test_a_file_without_a_header_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(DamagedSource, match="too short"):
         ImportMemory().hold(path)
+
+
+def test_blobs_are_held_with_the_documents(
+    memory: Memory, indexes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.most = 2 * import_memory._PER_BLOB + COST
+    monkeypatch.setattr(limits, "IMPORT", memory.most)
+    with ImportMemory() as held:
+        held.hold(indexes[0])
+        with pytest.raises(DamagedSource, match="3 blobs: it would take more than"):
+            held.hold_blobs(3)
+        held.hold_blobs(2)
+        assert memory.taken == memory.most
+        with pytest.raises(Crowded):
+            ImportMemory().hold_blobs(1)
+    assert memory.taken == 0
+
+
+def test_no_full_collection_of_garbage_stops_the_process_while_large_documents_are_held(
+    indexes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = gc.get_threshold()
+    monkeypatch.setattr(import_memory, "_LARGE", 2 * COST)
+    small, large = ImportMemory(), ImportMemory()
+    small.hold(indexes[0])
+    assert gc.get_threshold() == usual
+    large.hold(indexes[1])
+    assert gc.get_threshold()[:2] == usual[:2]
+    assert gc.get_threshold()[2] > 10**6
+    large.release()
+    assert gc.get_threshold() == usual
