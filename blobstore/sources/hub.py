@@ -9,6 +9,7 @@ a few small files, before anything else is downloaded.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -63,6 +64,8 @@ SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{SCHEME})?{_PART}/{_PART}|{SCHEME}{_PART}", re.ASCII)
 _URL = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/")
+_FILE = re.compile(r"([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/([^?#]+)")
+"""What follows in the URL of a file: the repository, the revision and the name."""
 _MAX_REPO = 96
 """The client's own limit."""
 _DOWNLOADS = 4
@@ -143,19 +146,23 @@ def parse_hub_id(text: str) -> tuple[str, str | None]:
 def with_quantization(text: str, options: SourceOptions) -> tuple[str, SourceOptions]:
     """Return the Hub id and the options of ``hf://org/name:Q4_K_M``, as llama.cpp and Ollama spell it.
 
-    Other sources stay as they are.
+    The URL of a weight file of the Hub chooses that file. Other sources stay as they are.
 
     Raises:
         UsageError: the options choose weights too.
     """
-    start, _, quantization = text.rpartition(":")
-    if not (is_hub_id(start) or is_hub_url(start)) or Path(text).exists():
-        return text, options
-    if quantization == "latest":
+    if (url := _URL.match(text)) and (file := _FILE.match(text, url.end())):
+        repo, revision, weights = file[1], unquote(file[2]), glob.escape(unquote(file[3]))
+        start = f"{SCHEME}{repo}" + (f"@{revision}" if revision != "main" else "")
+    else:
+        start, _, weights = text.rpartition(":")
+        if not (is_hub_id(start) or is_hub_url(start)) or Path(text).exists():
+            return text, options
+    if weights == "latest":
         return start, options
     if options.weights is not None:
-        raise UsageError(f"{quote(text)} names a quantization, and --weights another one")
-    return start, replace(options, weights=quantization)
+        raise UsageError(f"{quote(text)} names the weights, and --weights others")
+    return start, replace(options, weights=weights)
 
 
 def _without_url(text: str) -> str:

@@ -241,7 +241,9 @@ def _opened(
         with opened_remote(source, options, downloads, sha256, progress) as opened:
             yield opened
     elif sha256 is not None:
-        raise UsageError("a SHA-256 applies only to the URL of a file")
+        raise UsageError(
+            "a SHA-256 applies only to the URL of a file; files of the Hub are compared with its own"
+        )
     else:
         with opened_source(source, options, progress, None if in_cache else downloads) as opened:
             yield opened

@@ -13,9 +13,10 @@ from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote, shell_word
 from blobstore.core.schemes import BUCKETS, WEB, scheme_of
 from blobstore.errors import InvalidReference, UsageError
-from blobstore.gguf.roles import is_quantization
+from blobstore.gguf.roles import is_quantization, named
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.ollama import SCHEME
+from blobstore.sources.gguf import GGUF
 from blobstore.sources.hub import (
     cached_repository,
     is_hub_id,
@@ -66,7 +67,8 @@ def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Refer
         return Reference.parse(text.removeprefix(SCHEME))
     text, options = with_quantization(text, options)
     weights = options.weights or ""
-    tags = [weights.upper()] if is_quantization(weights) else []
+    is_one = is_quantization(weights) or weights.lower().endswith(GGUF)
+    tags = [named(weights).quantization] if is_one else []
     if is_elsewhere(text):
         name = _without_ending(last_part(text))
     elif is_hub(text):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from blobstore.errors import DamagedSource, SourceError, UsageError
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
 from blobstore.sources import hub
-from blobstore.sources.hub import is_hub_id, parse_hub_id
+from blobstore.sources.base import SourceOptions
+from blobstore.sources.hub import is_hub_id, parse_hub_id, with_quantization
 from blobstore.sources.hub_listing import ListedFile, retry_after
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.open import open_source
@@ -760,6 +761,24 @@ def test_offline_without_a_cache_is_an_error_that_says_so(client: Client) -> Non
     found = client.download("org/model", HF_HUB_OFFLINE="1")
     assert found["error"] == "SourceError"
     assert "HF_HUB_OFFLINE" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "weights"),
+    [
+        ("huggingface.co/org/name/resolve/main/x.gguf?download=true", "hf://org/name", "x.gguf"),
+        ("hf.co/org/name/blob/main/a/x%20[1].gguf#top", "hf://org/name", "a/x [[]1].gguf"),
+        ("hf.co/org/name/resolve/refs%2Fpr%2F1/x.gguf", "hf://org/name@refs/pr/1", "x.gguf"),
+    ],
+)
+def test_the_url_of_a_file_chooses_it_from_its_repository(
+    text: str, source: str, weights: str
+) -> None:
+    options = SourceOptions(keep=("*",))
+    found = with_quantization(f"https://{text}", options)
+    assert found == (source, replace(options, weights=weights))
+    with pytest.raises(UsageError, match="names the weights, and --weights others"):
+        with_quantization(f"https://{text}", SourceOptions(weights="y.gguf"))
 
 
 def test_the_command_creates_a_model_from_the_hub(

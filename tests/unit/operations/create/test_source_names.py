@@ -23,6 +23,12 @@ from tests.unit.cli.running import run
         ("hf://org/name@v1.0", None, "org/name:v1.0"),
         ("hf://gpt2", None, "gpt2:latest"),
         ("https://huggingface.co/org/name/tree/main", None, "org/name:main"),
+        (
+            "https://huggingface.co/org/name/resolve/main/a/x-Q4_0.gguf?download=true",
+            None,
+            "org/name:Q4_0",
+        ),
+        ("https://hf.co/org/name/blob/v1/model.safetensors", None, "org/name:v1"),
         ("hf://org/name:q4_0", None, "org/name:Q4_0"),
         ("hf://org/name@v1:Q4_0", None, "org/name:v1-Q4_0"),
         ("hf://a.b/name", None, "a-b/name:latest"),
