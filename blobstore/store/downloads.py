@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote_place
 from blobstore.core.files import make_folders
-from blobstore.errors import DamagedSource, StoreBusy
+from blobstore.errors import BlobstoreError, DamagedSource, StoreBusy
 from blobstore.store.locks import try_lock
 from blobstore.store.partial import FULL
 from blobstore.store.scan import scan_folder
@@ -91,6 +92,10 @@ def _folder(store: LocalStore, source: str, version: str) -> Iterator[Path]:
         except BaseException as error:
             if isinstance(error, DamagedSource) or is_full(error):
                 shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, BlobstoreError):  # say where the files are for the user
+                below = re.escape(str(folder)) + r"/\w+"
+                error.message = re.sub(below, lambda _: source, error.message)
+                error.args = (error.message,)
             raise
         shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -308,6 +308,16 @@ def test_what_is_not_the_file_is_named_and_not_kept(
     assert not list(store.folder("downloads").iterdir())
 
 
+def test_a_damaged_file_is_called_by_its_address(
+    file: WebFile, url: str, data: bytes, store: LocalStore
+) -> None:
+    file.data = data[:-1]
+    with pytest.raises(DamagedSource, match=rf"'{re.escape(url)}'") as caught:
+        blobstore.create(f"{url}?signature=secret", "m", store=store)
+    assert str(store.root) not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_small_file_of_a_folder_that_is_a_pointer_is_an_error(
     object_address: StoreAddress, folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
