@@ -98,12 +98,18 @@ def _inspected(file: str, subtree: str | None) -> Inspection:
 def show_parts(file: str, out: Output) -> None:
     """Print the parts of a checkpoint that ``--subtree`` can name."""
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
+    from blobstore.sources.pytorch.state_dict import HasUnknownObjects
 
     if Path(file).is_dir() and not _is_listed(file):
         parts = _inspected(file, None).subtrees
     else:
-        with open_checkpoint(file) as checkpoint:
-            parts = checkpoint.subtrees
+        try:
+            with open_checkpoint(file) as checkpoint:
+                parts = checkpoint.subtrees
+        except HasUnknownObjects as error:
+            if not error.subtrees:
+                raise
+            parts = error.subtrees
     out.result(output.records(parts, _PART_FIELDS), _parts_table(parts))
 
 

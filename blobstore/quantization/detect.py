@@ -269,7 +269,7 @@ def _quantized(
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
     if scheme := scheme_of_tensor(spec, specs):
-        refuse(spec, f"is quantized by {scheme}")
+        refuse(spec, f"is quantized {'in an unknown way' if scheme == UNKNOWN else f'by {scheme}'}")
     if name.endswith(".weight_packed"):
         return _compressed(spec, specs, config, markers)
     if dtype is DType.U32:
@@ -394,7 +394,7 @@ def _float8(
             sharing if isinstance(sharing, str) else f"block of {sharing[0]} x {sharing[1]}"
             for sharing in sharings
         )
-        origin = "by config.json" if declared else "where config.json says nothing"
+        origin = "by config.json" if declared else "without a size that is known in config.json,"
         refuse(
             weight,
             f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "

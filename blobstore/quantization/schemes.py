@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 UNKNOWN: Final = "unknown"
 _SUFFIXES: Final = {
-    ".qweight": "gptq or awq",
+    ".qweight": "",
     ".q_weight": "exl2",
     ".trellis": "exl3",
     ".W_q": "hqq",
@@ -30,7 +30,9 @@ _SUFFIXES: Final = {
     "_weight_qdata": "torchao",
     ":qdata": "torchao",
 }
-"""Suffixes of the names of their tensors."""
+"""Suffixes of the names of their tensors. For an empty scheme, the next table decides."""
+_SCALES: Final = {".scales": "gptq or awq", ".wscales": "svdquant"}
+"""Suffixes of scales next to a weight whose name several schemes use."""
 _ENDS: Final = tuple(_SUFFIXES)
 _OF_INTEGERS: Final = (".q_weight", ".trellis", ".W_q")
 """Suffixes that plain weights have too. Those of a scheme are integers."""
@@ -55,6 +57,10 @@ def scheme_of_tensor(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
     if not name.endswith(_ENDS):
         return ""
     end, scheme = next(item for item in _SUFFIXES.items() if name.endswith(item[0]))
+    if not scheme:
+        module = name.removesuffix(end)
+        found = (scheme for scales, scheme in _SCALES.items() if module + scales in specs)
+        return next(found, UNKNOWN)
     values: TensorSpec | None = spec
     if end == _OF_INTEGER_WEIGHT:
         values = specs.get(f"{name.removesuffix(end)}.weight")

@@ -247,7 +247,14 @@ def _unused_options(
                 "--dry-run has the reason for each"
             )
     elif decode and not any(isinstance(recipe, Decoded) for recipe in recipes.values()):
-        yield "nothing was decoded: the source has no 8-bit floats with scales"
+        types = {it.item.name for it in recipes.values() if isinstance(it, Prequantized)}
+        why = "the source has no 8-bit floats with scales"
+        if types:
+            why = (
+                f"the weights are {' and '.join(sorted(types))}, which --decode does not change; "
+                "'blobstore export NAME FOLDER --dequantize' writes plain values"
+            )
+        yield f"nothing was decoded: {why}"
 
 
 def _check_quantizable(recipes: Mapping[str, Recipe], config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.arguments import local_path
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import join_some, quote, shell_word
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.mmap import MappedRegion
@@ -27,8 +27,10 @@ from blobstore.errors import (
 from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.state_dict import (
     EVERYTHING,
+    HasUnknownObjects,
     find_state_dict,
     find_tensors,
+    known_subtrees,
     subtrees_of,
 )
 from blobstore.sources.pytorch.storages import StorageReader
@@ -213,11 +215,19 @@ class Checkpoint:
         self.kind = container.kind
         """Kind of the file, for messages."""
         is_part = self._skips_unreadable or subtree not in (None, EVERYTHING)
-        if not is_part:
-            check_globals(container.result)
-        # Unknown objects in the other parts are inert records, which are not inspected.
-        tree = find_tensors(container.result, container.pickle_size, is_part=is_part)
-        choice = find_state_dict(tree, subtree)
+        try:
+            if not is_part:
+                check_globals(container.result)
+            # Unknown objects in the other parts are inert records, which are not inspected.
+            tree = find_tensors(container.result, container.pickle_size, is_part=is_part)
+            choice = find_state_dict(tree, subtree)
+        except HasUnknownObjects as error:
+            parts = known_subtrees(container.result, container.pickle_size)
+            if not parts:
+                raise
+            named = join_some([shell_word(part.path) for part in parts], _SHOWN)
+            advice = f"{error.advice}, or choose a part without them: --subtree {named}"
+            raise HasUnknownObjects(error.message, advice=advice, subtrees=parts) from None
         self._paths = [path for path, _ in tree.tensors]
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
@@ -318,10 +328,10 @@ def check_globals(result: Result) -> None:
     """
     if refused := result.refused:
         names = join_some([*map(quote, refused)], _SHOWN)
-        raise CheckpointUnsupported(
+        raise HasUnknownObjects(
             f"pickle byte {refused[0].offset}: it uses {names}, which checkpoints of tensors do not "
             "need; no code was executed",
-            advice="list them with 'blobstore inspect', or choose a part without them with --subtree",
+            advice="list them with 'blobstore inspect FILE'",
         )
 
 

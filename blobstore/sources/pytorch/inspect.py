@@ -109,7 +109,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
             globals=found,
             tensors=(),
             unreadable={},
-            subtrees=(),
+            subtrees=getattr(error, "subtrees", ()),
             notices=(),
         )
 

@@ -74,6 +74,21 @@ class Tree(NamedTuple):
     """Whether a tensor can be next to a model without being a part of it."""
 
 
+class HasUnknownObjects(CheckpointUnsupported):
+    """A checkpoint, or the chosen part of it, has objects that only their own code can read."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        advice: str | Callable[[], str] = "",
+        subtrees: Sequence[Subtree] = (),
+    ) -> None:
+        super().__init__(message, advice=advice)
+        self.subtrees = subtrees
+        """The parts without such objects."""
+
+
 class Choice(NamedTuple):
     """The chosen tensors."""
 
@@ -202,10 +217,10 @@ def check_records(records: Iterable[Record]) -> None:
     odd = [record for record in records if not _is_module(record)]
     if odd:
         names = sorted({quote(record.cls) for record in odd})
-        raise CheckpointUnsupported(
+        raise HasUnknownObjects(
             f"pickle byte {odd[0].offset}: it has objects of {join_some(names, _SHOWN)}, which only "
             "their own code can read",
-            advice="save the model's state_dict() instead, or choose a part without them with --subtree",
+            advice="save the model's state_dict() instead",
         )
 
 
@@ -249,10 +264,10 @@ def _check_known(tree: Tree, prefix: Path) -> None:
     """Check that a part has nothing that might be a tensor of an unknown class."""
     for path, made_by in tree.unknown:
         if path[: len(prefix)] == prefix:
-            raise CheckpointUnsupported(
+            raise HasUnknownObjects(
                 f"pickle byte {made_by.offset}: the chosen part uses {quote(made_by)} at "
                 f"{quote(_shown(path))}, which checkpoints of tensors do not need; no code was executed",
-                advice="choose a part without it with --subtree",
+                advice="save the model's state_dict() instead",
             )
 
 
@@ -272,6 +287,21 @@ def subtrees_of(paths: Iterable[Path], sizes: Iterable[int] | None = None) -> li
         Subtree(path, count, None if sizes is None else totals[path])
         for path, count in counts.items()
     ]
+
+
+def known_subtrees(result: Result, size: int) -> list[Subtree]:
+    """Return the largest parts without objects that are not known, those with most tensors first.
+
+    ``size`` is that of the pickle. Raises as :func:`find_tensors` for a part.
+    """
+    tree = find_tensors(result, size, is_part=True)
+    unknown = {EVERYTHING}
+    for path, _ in tree.unknown:
+        unknown.update(_shown(path[:end]) for end in range(1, len(path) + 1))
+    known = [it for it in subtrees_of(path for path, _ in tree.tensors) if it.path not in unknown]
+    names = {it.path for it in known}
+    outer = [it for it in known if it.path.rpartition(".")[0] not in names]
+    return sorted(outer, key=lambda it: -it.tensors)
 
 
 def _children(value: Any) -> tuple[int, Iterable[tuple[Part, Any]]] | None:

@@ -299,6 +299,23 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
     assert not store.root.exists()
 
 
+class Settings:
+    """A class that only its own code can read."""
+
+
+def test_lists_the_parts_without_unknown_objects(store: LocalStore, tmp_path: Path) -> None:
+    path, weights = tmp_path / "voice.pth", {"a.w": torch.ones(2), "b.w": torch.ones(2)}
+    torch.save({"weight": weights, "config": Settings(), "ema": {"x": torch.ones(1)}}, path)
+    refused = run("create", path, "m", exit_code=1)
+    assert "choose a part without them: --subtree weight, ema, or store" in refused.stderr
+    parts = run_json("create", path, "m", "--list")
+    assert [(part["path"], part["tensors"]) for part in parts] == [("weight", 2), ("ema", 1)]
+    assert "weight" in run("inspect", path, exit_code=1).stdout
+    run("create", path, "m", "--subtree", "weight")
+    torch.save(Settings(), path)
+    assert "only their own code can read" in run("create", path, "--list", exit_code=1).stderr
+
+
 def test_rejects_a_part_of_anything_but_a_checkpoint(store: LocalStore, dense: Path) -> None:
     result = run("create", dense, "m", "--subtree", "model", exit_code=2)
     assert "so it has no parts for --subtree" in result.stderr

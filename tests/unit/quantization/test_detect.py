@@ -403,7 +403,12 @@ def test_the_config_states_the_block(
 @pytest.mark.parametrize(
     ("weight", "scale", "config", "message"),
     [
-        ((300, 200), (2, 2), {}, "nothing it has one for each tensor or channel or block of 128"),
+        (
+            (300, 200),
+            (2, 2),
+            {},
+            "known in config.json, it has one for each tensor or channel or block of 128",
+        ),
         ((300, 200), (200,), {}, r"of shape \[300, 200\] has scales of shape \[200\]"),
         ((300, 200), (1, 200), {}, "has scales of shape"),
         ((300, 200), (3, 2, 1), {}, "has scales of shape"),
@@ -629,7 +634,8 @@ def test_plain_weights_may_have_the_names_of_other_schemes(name: str) -> None:
 )
 def test_the_config_names_the_scheme(method: str, scheme: str) -> None:
     config = {"quantization_config": {"quant_method": method, "bits": 4}}
-    assert_kept({"m.qweight": ("I32", 8, 8)}, config, "'m.qweight'", scheme or "gptq or awq")
+    tensors: Tensors = {"m.qweight": ("I32", 8, 8), "m.scales": ("F16", 1, 8)}
+    assert_kept(tensors, config, "'m.qweight'", scheme or "gptq or awq")
 
 
 @pytest.mark.parametrize(

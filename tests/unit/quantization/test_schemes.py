@@ -13,7 +13,9 @@ PLAIN = {"norm.weight": TensorSpec("norm.weight", DType.BF16, (8,))}
 @pytest.mark.parametrize(
     ("name", "dtype", "scheme"),
     [
-        ("a.qweight", DType.I32, "gptq or awq"),
+        ("gptq.qweight", DType.I32, "gptq or awq"),
+        ("svdquant.qweight", DType.I8, "svdquant"),
+        ("a.qweight", DType.I32, "unknown"),
         ("a.weight.absmax", DType.F32, "bitsandbytes"),
         ("a.weight.quant_state.bitsandbytes__fp4", DType.U8, "bitsandbytes"),
         ("a.weight:qdata", DType.F8_E4M3, "torchao"),
@@ -34,6 +36,8 @@ PLAIN = {"norm.weight": TensorSpec("norm.weight", DType.BF16, (8,))}
 def test_names_of_tensors_tell_the_scheme(name: str, dtype: DType, scheme: str) -> None:
     specs = {name: TensorSpec(name, dtype, (8, 8)), **PLAIN}
     specs["int8.weight"] = TensorSpec("int8.weight", DType.I8, (8, 8))
+    for scales in ("gptq.scales", "svdquant.wscales"):
+        specs[scales] = TensorSpec(scales, DType.F16, (1, 8))
     assert scheme_of_tensor(specs[name], specs) == scheme
     assert scheme_name(specs, {}) == scheme
 

@@ -640,7 +640,7 @@ def test_names_code_that_it_does_not_run(tmp_path: Path, legacy: bool) -> None:
     path = save(tmp_path, {"a": torch.zeros(1), "x": Odd()}, legacy=legacy)
     assert refusal(path).endswith(
         "it uses 'posix.getpgid', which checkpoints of tensors do not need; no code was executed; list "
-        "them with 'blobstore inspect', or choose a part without them with --subtree"
+        "them with 'blobstore inspect FILE'"
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.base import SourceOptions, TensorSource
 from blobstore.sources.open import open_source
+from blobstore.sources.pytorch.inspect import inspect_checkpoint
 from tests.support.torch_files import raw
 
 Weights = dict[str, torch.Tensor]
@@ -121,9 +122,11 @@ def test_unknown_classes_next_to_the_model_need_a_choice(
     }
     content = {"state_dict": WEIGHTS, **objects[kind]}
     path = tmp_path / "last.ckpt"
-    with pytest.raises(CheckpointRefused, match="choose a part without them with --subtree") as it:
+    with pytest.raises(CheckpointRefused, match="choose a part without them: --subtree ") as it:
         opened(path, content)
     assert it.value.exit_code == 1
+    assert "--subtree state_dict, or" in str(it.value)
+    assert [part.path for part in inspect_checkpoint(path).subtrees] == ["state_dict"]
     assert contents(opened(path, content, subtree="state_dict")) == bytes_of(WEIGHTS)
 
 
