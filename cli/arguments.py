@@ -10,7 +10,14 @@ import click
 from click.core import ParameterSource
 
 from blobstore.cli.output import show_note
-from blobstore.core.escape import join_some, question, quote, quote_url
+from blobstore.core.escape import (
+    cli_command,
+    join_some,
+    question,
+    quote,
+    quote_url,
+    without_secrets,
+)
 from blobstore.core.schemes import HUB, OLLAMA, advice_for, check_path, respelled, scheme_of
 from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 
@@ -91,7 +98,7 @@ class _ModelName(_ParamType):
             raise UsageError(
                 f"{quote_url(value)} is the address of a model elsewhere, and this command takes names of the "
                 "store",
-                advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
+                advice=f"{cli_command('pull', without_secrets(value))} fetches it",
             )
         elif not (self._or_path or is_pattern(value)):
             if meant := respelled(value):
@@ -434,7 +441,8 @@ def check_remote(text: str, store: LocalStore, *, is_all: bool) -> None:
         hub = f"{name.namespace if path else 'ORG'}/{name.model}"
         used = [place for place in used_remotes(store) if f"/{text}:" in f"{place}:"]
         advice = question(used[:2]) or (
-            f"give an address such as oci://{name.full.lower()}, or import it with 'blobstore create hf://{hub} NAME'"
+            f"give an address such as oci://{name.full.lower()}, or import it with "
+            f"{cli_command('create', f'hf://{hub}', 'NAME')}"
         )
     raise InvalidReference(f"{quote_url(text)} {what}", advice=advice)
 

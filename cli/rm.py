@@ -114,7 +114,7 @@ def _remove_remote(
     verb = "would remove" if dry_run else "removed"
     notes = []
     if any(map(is_in_objects, names)):
-        notes.append("'blobstore gc --remote' frees what no other model needs")
+        notes.append("'blobstore gc --remote ADDRESS' frees what no other model needs")
     if not all(map(is_in_objects, names)):
         notes.append("a registry frees space by its own collection of garbage")
     out.result(

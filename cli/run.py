@@ -15,7 +15,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
-from blobstore.core.escape import escape
+from blobstore.core.escape import cli_command, escape
 from blobstore.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _link_if_needed(
     if thawed is not None and thawed.blobs:
         output.show_note(
             f"{model} was frozen, and {server} reads files: it is thawed now; "
-            f"'blobstore freeze {model}' compresses it again"
+            f"{cli_command('freeze', model)} compresses it again"
         )
     if linked.copied:
         size = render.human_bytes(linked.bytes_copied)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blobstore.cli import output, render
 from blobstore.cli.pack import SUFFIX
 from blobstore.cli.progress import progress_bar
-from blobstore.core.escape import escape, quote
+from blobstore.core.escape import cli_command, escape, quote
 from blobstore.core.globs import glob_matches
 from blobstore.errors import NotFound
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from blobstore.cli.output import Output
     from blobstore.core.tensor import TensorSpec
-    from blobstore.operations.create.create_all import FoundModel
     from blobstore.sources.base import TensorSource
 
 
@@ -27,7 +26,6 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
     """Print the tensors of a source, or the models of an archive or of a folder of models."""
     from blobstore.cli.show_gguf import show_gguf
     from blobstore.gguf.file import is_gguf
-    from blobstore.operations.create.create_all import find_models
     from blobstore.sources.hub import cached_repository
     from blobstore.sources.open import open_source
     from blobstore.sources.selection import is_model_folder
@@ -40,7 +38,7 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
         or cached_repository(folder)
         or cached_repository(folder.parent.parent)
     ):
-        _show_models(find_models(folder), patterns, out)
+        _show_models(path, patterns, out)
     elif is_gguf(folder):
         show_gguf(folder, lambda names: _selected(names, patterns, path), out)
     else:
@@ -86,7 +84,10 @@ def show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
     out.result(data | {"models": output.records(archive.models, fields)}, [table, total])
 
 
-def _show_models(models: Sequence[FoundModel], patterns: Sequence[str], out: Output) -> None:
+def _show_models(path: str, patterns: Sequence[str], out: Output) -> None:
+    from blobstore.operations.create.create_all import find_models
+
+    models = find_models(path)
     chosen = _selected([model.name for model in models], patterns, "the folder")
     found = [(model.name, model.source) for model in models if model.name in chosen]
     rows = [(render.cell(name), render.cell(path)) for name, path in found]
@@ -94,7 +95,7 @@ def _show_models(models: Sequence[FoundModel], patterns: Sequence[str], out: Out
         {"models": [{"name": name, "source": path} for name, path in found]},
         (
             render.table(("NAME", "SOURCE"), rows),
-            f"{render.count_of(len(rows), 'model')}; 'blobstore create --all' imports them",
+            f"{render.count_of(len(rows), 'model')}; {cli_command('create', '--all', path)} imports them",
         ),
     )
 

@@ -55,12 +55,23 @@ def shell_word(text: str) -> str:
     return shlex.quote(escape(text))
 
 
-def quote_url(url: str) -> str:
-    """Return a URL, or an address without a scheme, as :func:`quote` does, without what may be secret.
+def cli_command(*words: object) -> str:
+    """Return a command of blobstore in single quotes, for advice, with each word quoted for a shell.
 
-    That is the user name with the password, the query and the fragment.
+    Every advised command that has names of the user is made here. A word in capitals, such as ``NAME``, stands
+    for what only the user knows.
     """
-    return quote(_SECRETS.sub("", url))
+    return f"'{' '.join(('blobstore', *(shell_word(str(word)) for word in words)))}'"
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL, or an address without a scheme, without user name, password, query and fragment."""
+    return _SECRETS.sub("", url)
+
+
+def quote_url(url: str) -> str:
+    """Return a URL, or an address without a scheme, as :func:`quote` does, without what may be secret."""
+    return quote(without_secrets(url))
 
 
 def quote_place(text: str) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Final, Literal
 
-from blobstore.core.escape import quote_url
+from blobstore.core.escape import cli_command, escape, quote_url, without_secrets
 from blobstore.errors import UsageError
 
 Role = Literal["source", "store", "target"]
@@ -59,11 +59,11 @@ def advice_for(text: str, role: Role) -> str:
     """Return the command for a user who gave an address instead of a path; empty if unknown."""
     if short := _SHORT_HUB.match(text):
         return f"for the Hub's repository, say hf://{short[1]}" if role == "source" else ""
-    scheme, shown = scheme_of(text), quote_url(text)[1:-1]
+    scheme, shown = scheme_of(text), without_secrets(text)
     if scheme == "file":
         return "write the path without file://"
     if role == "source" and (scheme in (HUB, OLLAMA) or _HUB_PAGE.match(text)):
-        return f"'blobstore create {shown} NAME' imports it"
+        return f"{cli_command('create', shown, 'NAME')} imports it"
     if scheme not in (*OBJECTS, *_REGISTRIES, HUB):
         return ""
     if role == "store":
@@ -72,15 +72,15 @@ def advice_for(text: str, role: Role) -> str:
         return "'blobstore export' writes a folder, and 'hf upload' sends it there"
     rest = shown.partition("://")[2]
     if role == "target":
-        return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {rest}"
+        return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {escape(rest)}"
     if scheme in (*OBJECTS, REGISTRY):
         return _PULL
     if scheme in WEB:
         return (
-            f"'blobstore pull {shown}' fetches a model of a server; for a file, give the URL of a "
+            f"{cli_command('pull', shown)} fetches a model of a server; for a file, give the URL of a "
             ".safetensors or .gguf file"
         )
-    return f"'blobstore pull {rest}' fetches a model of a registry"
+    return f"{cli_command('pull', rest)} fetches a model of a registry"
 
 
 def check_path(path: str | os.PathLike[str], role: Role) -> None:

@@ -26,7 +26,7 @@ from weakref import WeakSet
 import httpx2
 
 from blobstore.core import interrupts, limits
-from blobstore.core.escape import quote
+from blobstore.core.escape import cli_command, quote
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
 from blobstore.http import protocol
 from blobstore.http.certificates import certificates_in_use, speaks_tls, tls_context
@@ -425,7 +425,7 @@ class Transport:
             advice = (
                 f"the credentials for {host} give no access to it"
                 if self._authorizer.has_login(request.scopes)
-                else f"'blobstore login {host}' may be needed"
+                else f"{cli_command('login', host)} may be needed"
             )
             if problem := self._authorizer.problem:
                 advice = f"{advice}; credentials were not read: {problem}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote, quote_url
+from blobstore.core.escape import cli_command, quote, without_secrets
 from blobstore.core.workers import Cancelled
 from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
@@ -87,7 +87,7 @@ class ObjectSource:
         first = next(model_addresses(text)).store
         raise ModelNotFound(
             f"no model {quote(text)}; looked for {', '.join(looked)}",
-            advice=f"'blobstore list {quote_url(str(first))[1:-1]}' lists the models there",
+            advice=f"{cli_command('list', without_secrets(str(first)))} lists the models there",
         )
 
     @property

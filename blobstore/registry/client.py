@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.core.limits import Budget
 from blobstore.errors import (
@@ -157,7 +157,7 @@ class RegistryClient:
             scheme = "http" if self._transport.base.startswith("http:") else "oci"
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
-                advice=f"'blobstore list {scheme}://{self.host}/{repository}' lists the tags",
+                advice=f"{cli_command('list', f'{scheme}://{self.host}/{repository}')} lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         try:
@@ -273,7 +273,8 @@ class RegistryClient:
         except RemoteRefused as error:
             if not request_rules.refuses_deletion(error):
                 raise
-            by_digest = f"'blobstore rm oci://{self.host}/{repository}@sha256:…' removes a manifest"
+            address = f"oci://{self.host}/{repository}@DIGEST"
+            by_digest = f"{cli_command('rm', address)} removes a manifest"
             raise RemoteRefused(
                 error.message,
                 advice="the registry may be set up to delete nothing"

@@ -55,7 +55,8 @@ class FileTree:
         self._folder = opened
         self.versions = SourceVersions(opened)
         """The versions of all files whose path was asked for."""
-        self._label = label or str(root)
+        self.place = label or str(root)
+        """What messages call the folder, and what commands take for it."""
         self._exclude = exclude
         self._listed = listed
         self._entries: dict[str, set[str]] = {}
@@ -78,7 +79,7 @@ class FileTree:
 
     def label(self, name: str = "") -> str:
         """Return the quoted name of a file, or of the folder itself, for messages."""
-        return quote(f"{self._label}/{name}".removesuffix("/"))
+        return quote(f"{self.place}/{name}".removesuffix("/"))
 
     def entries(self, folder: str = "") -> list[str]:
         """Return the names of the files and folders in a folder, sorted; none if it does not exist.

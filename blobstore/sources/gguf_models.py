@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import cli_command, join_some, quote, shell_word
 from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, SourceError
 from blobstore.gguf.file import read_file_header
@@ -128,8 +128,8 @@ def choose_gguf(
         labels = [found.pattern_of(model) for model in chosen]
         raise SourceError(
             f"{tree.label(folder)} has several GGUF models ({join_some([*map(quote, labels)], _SHOWN)})",
-            advice=f"choose one with --weights {quote(labels[0])}, or import each with "
-            f"'blobstore create --all {tree.label()[1:-1]}'",
+            advice=f"choose one with --weights {shell_word(labels[0])}, or import each with "
+            f"{cli_command('create', '--all', tree.place)}",
         )
     matching = [name for name in found.roles if weights is not None and glob_matches(name, weights)]
     if chosen:
@@ -142,7 +142,7 @@ def choose_gguf(
         if len(files) > 1 and len({named(name).stem for name in files}) > 1:
             raise SourceError(
                 f"{tree.label(folder)} has several GGUF files ({join_some([*map(quote, files)], _SHOWN)}) "
-                f"and no model among them; choose one with --weights {quote(files[0])}"
+                f"and no model among them; choose one with --weights {shell_word(files[0])}"
             )
         files = [best(files, "")] if files else []
     if files:
@@ -159,7 +159,7 @@ def _left_out(tree: FileTree, folder: str, found: GgufFiles, files: Sequence[str
         listed = join_some([tree.label(joined(folder, name)) for name in others], _SHOWN)
         advice = "--keep stores such files as they are"
         if role == "model":
-            advice = f"'blobstore create --all {tree.label()[1:-1]}' imports each model"
+            advice = f"{cli_command('create', '--all', tree.place)} imports each model"
         elif role in COMPANIONS:
             advice = "--exclude leaves out the one that was taken instead"
         yield f"left out: {listed} (role: {role}); {advice}"

@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blobstore.core import strict_json
-from blobstore.core.escape import escape, join_some, quote, shell_word
+from blobstore.core.escape import cli_command, escape, join_some, quote, shell_word
 from blobstore.core.file_kinds import FileKind, kind_of, kind_of_name
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches, glob_matches
@@ -159,7 +159,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     selection.notices.extend(left_out(tree, stored.union(others), options.keep, selection.notices))
     if model := next(_other_models(tree, stored), None):
         selection.notices.append(
-            f"if {quote(model)} is a model too, 'blobstore create {shell_word(model)}' imports it"
+            f"if {quote(model)} is a model too, {cli_command('create', model)} imports it"
         )
     return selection
 
@@ -262,7 +262,7 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
     what = f"{tree.label(folder)}, a {escape(part.class_name)}, has no weights"
     config = read_json(tree, joined(folder, "config.json"), dict)
     if part.library.partition(".")[0] in _LIBRARIES or not _MODEL_KEYS.isdisjoint(config):
-        advice = f", or leave it out with --exclude {folder}" if folder else ""
+        advice = f", or leave it out with --exclude {shell_word(folder)}" if folder else ""
         raise DamagedSource(f"{what}; download the complete model{advice}")
     yield what
 
@@ -412,7 +412,7 @@ def _choose(
             if single in names and single not in mapped:
                 raise SourceError(
                     f"{tree.label(folder)} has both {single} and the shards of {index}; "
-                    f"choose with --weights '{single}' or --weights '{stem}-*{ending}'"
+                    f"choose with --weights {single} or --weights '{stem}-*{ending}'"
                 )
             return index, ()
         if single in names:
@@ -435,7 +435,7 @@ def _choose(
         raise SourceError(
             f"{tree.label(folder)} has several weight files "
             f"({join_some([*map(quote, names)], 5)}) and none is named "
-            f"{_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
+            f"{_STEMS[ending][0]}{ending}; choose one with --weights {shell_word(names[0])}"
         )
     return None, names
 

@@ -224,7 +224,9 @@ def wrapper_notices(names: Collection[str]) -> list[str]:
     found = _WRAPPERS.match(next(iter(names), ""))
     if found is None or not all(name.startswith(found[0]) for name in names):
         return []
-    return [f"all names begin with {quote(found[0])}; --strip-prefix {found[0]} removes it"]
+    return [
+        f"all names begin with {quote(found[0])}; --strip-prefix {shell_word(found[0])} removes it"
+    ]
 
 
 def read_index(index: Path, opener: Opener = open_regular) -> bytes:

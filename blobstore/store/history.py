@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
+from blobstore.core.escape import cli_command
 from blobstore.core.files import make_folders, read_regular, write_file
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.descriptor import PlainDescriptors
@@ -168,5 +169,5 @@ def replacement_notices(reference: Reference, former: bytes | None) -> Iterator[
     if former is not None:
         yield (
             f"{reference} was the name of another model, {Digest.of(former).short}, until now; "
-            f"'blobstore restore {reference}' brings that back until gc removes its blobs"
+            f"{cli_command('restore', reference)} brings that back until gc removes its blobs"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
-from blobstore.core.escape import quote
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
@@ -134,10 +134,10 @@ class ManifestReader(BlobReader):
         text = str(reference)
         for path in (text, text.removesuffix(f":{DEFAULT_TAG}")):
             if not similar and os.path.lexists(path):
-                return f"'blobstore create PATH NAME' imports the path {quote(path)}"
+                return f"{cli_command('create', path)} imports what is there"
         if similar or reference.host == DEFAULT_HOST:
             return similar
-        return f"'blobstore pull {reference}' fetches it if a registry has it"
+        return f"{cli_command('pull', reference)} fetches it if a registry has it"
 
     def references(
         self, *, on_error: Callable[[StoreError], object] | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
@@ -152,8 +152,8 @@ class ReachableBlobs:
         advice = (
             "repair or remove that file first"
             if name is None
-            else f"create the model again, or run 'blobstore repair {name} --from STORE' or "
-            f"'blobstore rm {name}' first"
+            else f"create the model again, or run {cli_command('repair', name, '--from', 'STORE')} or "
+            f"{cli_command('rm', name)} first"
         )
         return (
             f"cannot tell which blobs {quote(path)} needs, so no more are removed: {why}; {advice}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import interrupts
-from blobstore.core.escape import quote, quote_url
+from blobstore.core.escape import cli_command, quote, quote_url, without_secrets
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import new_buffer
 from blobstore.core.system import available_memory, can_drop_pages, direct_flag, drop_pages
@@ -118,7 +118,7 @@ def measure_reading(
         if is_named:
             raise UsageError(
                 f"{quote_url(subject)} is not on this machine, from where bytes are copied to a device",
-                advice=f"'blobstore pull {quote_url(subject)[1:-1]}' fetches it",
+                advice=f"{cli_command('pull', without_secrets(subject))} fetches it",
             )
         return _measure_remote(subject, jobs or 16, plain_http, progress)
     if isinstance(subject, os.PathLike):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote, shell_word
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, NameTaken, UsageError
 from blobstore.manifests import media_types
@@ -328,7 +328,7 @@ def _advising(source: str, implied: Reference | None) -> Iterator[None]:
             raise
         raise NameTaken(
             f"{quote(implied)} is the name of another model",
-            advice=f"'blobstore create {shell_word(source)} {implied}' replaces it",
+            advice=f"{cli_command('create', source, implied)} replaces it",
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 from blobstore.core.arguments import local_path
-from blobstore.core.escape import quote, shell_word
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.schemes import BUCKETS, WEB, scheme_of
 from blobstore.errors import InvalidReference, UsageError
 from blobstore.gguf.roles import is_quantization, named
@@ -82,7 +82,7 @@ def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Refer
     except InvalidReference as error:
         raise UsageError(
             f"{quote(text)} gives the model no name: {error.message}",
-            advice=f"say one: 'blobstore create {shell_word(text)} NAME'",
+            advice=f"say one: {cli_command('create', text, 'NAME')}",
         ) from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import cli_command, join_some, quote
 from blobstore.errors import (
     BlobstoreError,
     InvalidPolicy,
@@ -127,9 +127,9 @@ def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
     folder = quote(store.signature_folder(manifest))
     damaged = sum(one.data is None for one in store.kept_signatures(manifest))
     return (
-        f"'blobstore verify {reference} --quick --signatures' lists its signatures in {folder}"
+        f"{cli_command('verify', reference, '--quick', '--signatures')} lists its signatures in {folder}"
         f"{f' (damaged: {damaged})' if damaged else ''}; "
-        f"'blobstore sign {reference} --key FILE' adds one by a key of yours"
+        f"{cli_command('sign', reference, '--key', 'FILE')} adds one by a key of yours"
     )
 
 

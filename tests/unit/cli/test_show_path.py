@@ -78,7 +78,7 @@ def test_lists_the_models_of_a_folder_of_models(store: LocalStore, tmp_path: Pat
 
     assert [model["name"] for model in found] == ["a", "org/b"]
     assert run("show", tmp_path / "all").stdout.endswith(
-        "2 models; 'blobstore create --all' imports them\n"
+        f"2 models; 'blobstore create --all {tmp_path / 'all'}' imports them\n"
     )
 
 

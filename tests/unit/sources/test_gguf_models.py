@@ -90,7 +90,7 @@ def test_files_without_a_model_are_chosen_by_name(tmp_path: Path) -> None:
     write(tmp_path / "a-lora.gguf", "adapter")
     assert chosen(tmp_path)[0] == ["a-lora.gguf"]
     write(tmp_path / "b-lora.gguf", "adapter")
-    with pytest.raises(SourceError, match="no model among them; choose one with --weights 'a-lora"):
+    with pytest.raises(SourceError, match="no model among them; choose one with --weights a-lora"):
         chosen(tmp_path)
 
 

@@ -951,7 +951,7 @@ def test_rejects_several_checkpoints_without_a_usual_name(tmp_path: Path) -> Non
         Found(tmp_path)
     assert str(caught.value) == (
         f"'{tmp_path}' has several weight files ('large.pth', 'small.pth') and none is named "
-        "pytorch_model.bin; choose with --weights PATTERN"
+        "pytorch_model.bin; choose one with --weights large.pth"
     )
     assert Found(tmp_path, weights="small*").names == {"a"}
 
