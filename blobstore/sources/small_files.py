@@ -17,7 +17,30 @@ if TYPE_CHECKING:
 
 MAX_SMALL_FILE = 64 * 2**20
 _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
-_OF_PROGRAMS = (".*", "__pycache__", "Thumbs.db", "desktop.ini")
+_OF_PROGRAMS = (
+    *(
+        ".git*",
+        ".hg*",
+        ".svn",
+        ".dvc*",
+        ".cache",
+        ".huggingface",
+        ".no_exist",
+        ".locks",
+        ".ms?",
+        ".mdl",
+        ".mv",
+    ),
+    *(
+        "._*",
+        ".DS_Store",
+        "Thumbs.db",
+        "desktop.ini",
+        "__MACOSX",
+        "__pycache__",
+        ".ipynb_checkpoints",
+    ),
+)
 """Patterns of files and folders of git, downloaders and operating systems, which nobody misses."""
 _SHOWN = 5
 

@@ -626,8 +626,8 @@ def test_keeps_other_files_on_request(tmp_path: Path) -> None:
 def test_files_in_folders_that_are_read_are_named_too(tmp_path: Path) -> None:
     pipeline(tmp_path, unet=["diffusers", "U"])
     put(tmp_path / "unet", model=ONE)
-    touch(tmp_path, "unet/x.onnx", "unet/old/x.bin", ".gitattributes", ".cache/x", "a.png")
-    what = "1 folder ('unet/old') and 2 files ('a.png', 'unet/x.onnx')"
+    touch(tmp_path, "unet/x.onnx", "unet/old/x.bin", ".gitattributes", ".cache/x", "a.png", ".meta")
+    what = "1 folder ('unet/old') and 3 files ('.meta', 'a.png', 'unet/x.onnx')"
     assert Found(tmp_path).notices == [left_out(tmp_path, what)]
 
 
