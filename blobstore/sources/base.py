@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEPT_FILES = (
     # Configs, labels and code, which is never executed.
     *("*.json", "*.jinja", "*.txt", "*.txt.gz", "*.py", "*.csv", "*.tsv"),
-    *("*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini"),
+    *("*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.conf"),
     # Tokenizers.
     *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
     # Voices of text-to-speech models, without which they do not load.

@@ -551,8 +551,13 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
                 advice=kind.advice if fault is DamagedSource else advice,
             )
     what = "has no weight files" if tree.entries() else "is empty"
-    deeper = next((name for name in names if name.endswith(".safetensors")), None)
+    advice = ""
+    if deeper := next((name for name in names if name.endswith(".safetensors")), None):
+        advice = f"{tree.label(str(PurePath(deeper).parent))} has some"
+    elif others := [it for it in names if not is_kept(it.rpartition("/")[2])]:
+        largest = max(others, key=lambda it: tree.size(it) or 0)
+        kind = kind_of(tree.head(largest) or b" ")
+        advice = f"{quote(largest)} is {kind.what if kind else 'of an unknown format'}; {keeping(largest)}"
     return SourceError(
-        f"{tree.label()} {what}; expected a Hugging Face model folder",
-        advice=f"{tree.label(str(PurePath(deeper).parent))} has some" if deeper else "",
+        f"{tree.label()} {what}; expected a Hugging Face model folder", advice=advice
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
-from blobstore.core.escape import quote, shell_word
+from blobstore.core.escape import cli_command, quote
 from blobstore.errors import SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import is_valid_name
@@ -104,7 +104,7 @@ def _link_files(name: Reference, folder: Path) -> tuple[SourceFile, dict[str, in
     if not manifest.layers_of(media_types.MODEL) or manifest.layers_of(media_types.TENSOR):
         raise UnsupportedSource(
             f"{name} of {quote(store.root)} is no model in GGUF files",
-            advice=f"'blobstore cp {name} --store {shell_word(str(store.root))} --to STORE' copies it",
+            advice=f"{cli_command('cp', name, '--store', store.root, '--to', 'STORE')} copies it",
         )
     sizes = {}
     (folder / MANIFEST).parent.mkdir()

@@ -30,6 +30,7 @@ NAMED = "…"
 """Stands for a value that is known only when the message is made."""
 ODD = "a model's folder"
 """A name that a shell takes for one word only if it is quoted."""
+OLLAMA = "Ollama's folder"
 ELSEWHERE = {
     "blobstore/core/schemes.py",
     "blobstore/http/transport.py",
@@ -50,6 +51,8 @@ class Advice(NamedTuple):
     line: int
     words: Sequence[str]
     """Its words, without the name of the program."""
+    is_quoted: bool = False
+    """Whether :func:`cli_command` makes it."""
 
 
 def advised() -> Iterator[Advice]:
@@ -57,7 +60,10 @@ def advised() -> Iterator[Advice]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            code = path.read_text(encoding="utf-8")
+            if "blobstore " not in code and "cli_command" not in code:
+                continue
+            tree = ast.parse(code)
             docstrings = {
                 node.value
                 for parent in ast.walk(tree)
@@ -72,7 +78,7 @@ def advised() -> Iterator[Advice]:
             }
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "cli_command":
-                    yield Advice(file, node.lineno, [*map(_shown, node.args)])
+                    yield Advice(file, node.lineno, [*map(_shown, node.args)], is_quoted=True)
                 elif isinstance(node, ast.Constant | ast.JoinedStr) and node not in (
                     docstrings | inside
                 ):
@@ -99,12 +105,7 @@ def test_all_advice_is_found() -> None:
 
 def test_commands_with_names_are_quoted_in_one_place() -> None:
     """A literal has no names of users: :func:`cli_command` quotes them for a shell."""
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    shown = _shown(node)
-                    assert not re.search(rf"'blobstore [^']*{NAMED}", shown), (path, shown)
+    assert [it for it in ADVISED if not it.is_quoted and NAMED in "".join(it.words)] == []
     assert cli_command("create", Path("it's"), "a b") == """'blobstore create 'it'"'"'s' 'a b''"""
 
 
@@ -207,6 +208,13 @@ def frozen_model(folder: Path, store: LocalStore) -> Case:
     return Case("blobstore/operations/export/link.py", ["link", "m", folder / "linked"], 1)
 
 
+def model_of_a_store_in_the_folder_of_ollama(folder: Path, _: LocalStore) -> Case:
+    run("create", _folder(folder / "a"), "m", "--store", folder / OLLAMA)
+    values = [("STORE", folder / "other")]
+    cause = ["create", "ollama://m"]
+    return Case("blobstore/operations/create/ollama.py", cause, 1, (), values)
+
+
 def damaged_manifest(folder: Path, store: LocalStore) -> Case:
     run("create", _folder(folder / "a"), "m")
     run("create", _folder(folder / "b", seed=1), "n")
@@ -247,6 +255,13 @@ def unknown_file(folder: Path, _: LocalStore) -> Case:
     return Case("", ["create", folder / "a.pt", "m"], 1, ["--keep", "a.pt"])
 
 
+def unknown_files(folder: Path, _: LocalStore) -> Case:
+    (folder / "m").mkdir()
+    (folder / "m" / "lid.ftz").write_bytes(b"no checkpoint, and nothing else that is known")
+    (folder / "m" / "NOTICE").write_bytes(b"text")
+    return Case("", ["create", folder / "m", "m"], 1, ["--keep", "lid.ftz"])
+
+
 def several_weight_files(folder: Path, _: LocalStore) -> Case:
     for name in ("a b", "c"):
         write_folder(folder / "m", dense_tensors()).joinpath("model.safetensors").rename(
@@ -285,10 +300,12 @@ CASES: Sequence[Prepare] = (
     folder_of_models,
     frozen_model,
     damaged_manifest,
+    model_of_a_store_in_the_folder_of_ollama,
     no_8_bit_floats_with_scales,
     globals_of_a_checkpoint,
     part_of_a_checkpoint,
     unknown_file,
+    unknown_files,
     several_weight_files,
     several_adapters,
     unfinished_download,
@@ -303,6 +320,7 @@ def test_advice_is_run_on_what_caused_it(
     folder = tmp_path / "inputs"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("OLLAMA_MODELS", str(folder / OLLAMA))
     case = prepare(folder, store)
     done = run(*case.cause, exit_code=case.exit_code)
     message = " ".join((done.stdout + done.stderr).split("\n"))
