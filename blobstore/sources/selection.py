@@ -134,7 +134,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     small = chain(tree.entries(), *(tree.files_below(folder) for folder in folders))
     unused = (name for name in small if name not in kept and name not in used)
     files = set(small_files(tree, unused, selection.notices))
-    for config in sorted(filter(partial(_lacks_adapter, used | kept), files)):
+    for config in sorted(filter(partial(_lacks_adapter, tree, used | kept), files)):
         files.remove(config)
         selection.notices.append(
             f"left out: {tree.label(config)}, since its adapter is not imported"
@@ -498,10 +498,14 @@ def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:
         )
 
 
-def _lacks_adapter(used: Collection[str], name: str) -> bool:
-    """Return whether a file is the config of an adapter that is not imported. Libraries would look for it."""
+def _lacks_adapter(tree: FileTree, used: Collection[str], name: str) -> bool:
+    """Return whether a file is the config of an adapter next to a model, and the adapter is not imported.
+
+    Libraries would look for it.
+    """
     folder, _, last = name.rpartition("/")
-    return last == _ADAPTER_CONFIG and not any(
+    is_next_to_model = last == _ADAPTER_CONFIG and tree.has(joined(folder, "config.json"))
+    return is_next_to_model and not any(
         it.rpartition("/")[0] == folder and _OF_ADAPTER.fullmatch(it.rpartition("/")[2])
         for it in used
     )
@@ -557,7 +561,8 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     elif others := [it for it in names if not is_kept(it.rpartition("/")[2])]:
         largest = max(others, key=lambda it: tree.size(it) or 0)
         kind = kind_of(tree.head(largest) or b" ")
-        advice = f"{quote(largest)} is {kind.what if kind else 'of an unknown format'}; {keeping(largest)}"
+        what_it_is = kind.what if kind and kind.use == "stored" else "of an unknown format"
+        advice = f"{quote(largest)} is {what_it_is}; {keeping(largest)}"
     return SourceError(
         f"{tree.label()} {what}; expected a Hugging Face model folder", advice=advice
     )

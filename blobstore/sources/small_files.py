@@ -104,29 +104,25 @@ def left_out(
         keep: the patterns of files to store as they are.
         notices: those that there are already. They say why some files are left out.
     """
-    read = {""}
-    for name in imported:
-        folder = name
-        while folder := folder.rpartition("/")[0]:
-            read.add(folder)
     files: list[str] = []
     folders: list[str] = []
-    for folder in sorted(read):
-        for entry in tree.entries(folder):
-            name = joined(folder, entry)
-            if name in imported or name in read or any_glob_matches(entry, _OF_PROGRAMS):
-                continue
-            if any(tree.label(name) in notice for notice in notices):
-                continue
-            if tree.is_folder(name):
-                folders.append(name)
-            elif is_valid_name(name) or not (is_kept(entry) or any_glob_matches(name, keep)):
-                files.append(name)
-            else:
-                yield (
-                    f"left out: {tree.label(name)}; names in a store have only letters, digits, '_', '.' "
-                    "and '-'"
-                )
+    unusable: list[str] = []
+    for name in _unread(tree, imported):
+        if any(tree.label(name) in notice for notice in notices):
+            continue
+        if tree.is_folder(name):
+            folders.append(name)
+        elif is_valid_name(name) or not (
+            is_kept(name.rpartition("/")[2]) or any_glob_matches(name, keep)
+        ):
+            files.append(name)
+        else:
+            unusable.append(name)
+    if unusable:
+        yield (
+            f"left out: {counted(tree, unusable, 'file')}; names in a store have only letters, digits, "
+            "'_', '.' and '-'"
+        )
     parts = [
         counted(tree, names, noun)
         for names, noun in ((folders, "folder"), (files, "file"))
@@ -140,3 +136,18 @@ def counted(tree: FileTree, names: Sequence[str], noun: str) -> str:
     """Return the number of some files or folders, each of which is a ``noun``, and the first names."""
     listed = join_some([*map(tree.label, names)], _SHOWN)
     return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({listed})"
+
+
+def _unread(tree: FileTree, imported: Collection[str]) -> Iterator[str]:
+    """Yield the files and folders next to those that are imported, except those that nobody misses."""
+    read = {""}
+    for name in imported:
+        folder = name
+        while folder := folder.rpartition("/")[0]:
+            read.add(folder)
+    for folder in sorted(read):
+        for entry in tree.entries(folder):
+            name = joined(folder, entry)
+            is_used = name in imported or name in read
+            if not is_used and not any_glob_matches(entry, _OF_PROGRAMS):
+                yield name

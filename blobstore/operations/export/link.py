@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
-from blobstore.core.escape import quote
+from blobstore.core.escape import cli_command, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
@@ -115,7 +115,7 @@ def link_model(
         if any(store.is_cold(layer.digest) for layer in layers):
             raise StoreError(
                 "it is frozen, but links need uncompressed blobs",
-                advice=f"'blobstore thaw {reference}', or link with --thaw, decompresses them",
+                advice=f"{cli_command('thaw', reference)}, or link with --thaw, decompresses them",
             )
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:

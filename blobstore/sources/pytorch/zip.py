@@ -106,12 +106,15 @@ class ZipCheckpoint:
         first = next(iter(self._entries), "")
         root, slash, _ = first.partition("/")
         if not root or not slash:
-            raise CheckpointUnsupported("the zip archive has no folder with a checkpoint in it")
+            raise CheckpointUnsupported(
+                "the zip archive has no folder with a checkpoint in it", advice="unpack it first"
+            )
         root += "/"
         for name in self._entries:
             if not name.startswith(root):
                 raise CheckpointUnsupported(
-                    f"entry {quote(name)} is outside the archive's folder {quote(root)}"
+                    f"entry {quote(name)} is outside the archive's folder {quote(root)}",
+                    advice="unpack it first, if torch.save did not write it",
                 )
         for name, kind in _PROGRAMS.items():
             if root + name in self._entries:

@@ -615,7 +615,7 @@ def test_keeps_other_files_on_request(tmp_path: Path) -> None:
         "x.png",
     ]
     assert found.notices == [
-        f"left out: '{tmp_path}/a b.png'; names in a store have only letters, digits, '_', '.' and '-'",
+        f"left out: 1 file ('{tmp_path}/a b.png'); names in a store have only letters, digits, '_', '.' and '-'",
         left_out(tmp_path, "1 folder ('a')"),
     ]
     found = Found(tmp_path, keep=("onnx/*.onnx", "*.gif"))
