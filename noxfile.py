@@ -39,14 +39,14 @@ def fast(session: nox.Session) -> None:
     """
     install(session, "fast")
     paths = session.posargs or ["tests/unit", "tests/test_markers.py"]
-    session.run("pytest", "-n", "2", "-m", "not slow and not network", *paths)
+    session.run("pytest", "-n", "auto", "-m", "not slow and not network", *paths)
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """Run all tests, on each Python that is there: ``-s tests-3.12`` runs them on one."""
     install(session, "test")
-    session.run("pytest", "-n", "2", *session.posargs)
+    session.run("pytest", "-n", "auto", *session.posargs)
 
 
 @nox.session
@@ -77,7 +77,9 @@ def docs(session: nox.Session) -> None:
     """Run the examples in the documents, check links and prose, and build the site."""
     install(session, "test")
     names = ("docs", "prose", "public_names", "site")
-    session.run("pytest", "-n", "2", *(f"tests/test_{name}.py" for name in names), *session.posargs)
+    session.run(
+        "pytest", "-n", "auto", *(f"tests/test_{name}.py" for name in names), *session.posargs
+    )
 
 
 @nox.session
