@@ -16,13 +16,14 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.pages.write import page_data
 from blobstore.serve.library import Library
 from blobstore.serve.tags import MANY, Tags
 from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.serve.visible import Visible
 from blobstore.store.local import LocalStore
 from blobstore.store.scan import scan_folder
-from tests.support.serve import ask, json_of
+from tests.support.serve import ask, body_of, json_of
 
 REPOSITORY = Reference.parse("org/model")
 
@@ -95,6 +96,31 @@ def test_names_are_found_in_any_case(library: Library, tags: Tags) -> None:
     assert prepared(lambda: tags.spelled(REPOSITORY)) == REPOSITORY
     absent = Reference.parse("nobody/nothing")
     assert prepared(lambda: tags.spelled(absent)) is None
+
+
+def test_tags_that_differ_in_case_only_are_two_on_each_face(library: Library) -> None:
+    """The store refuses to make the second, but another program may."""
+    store = library.store
+    blobstore.save({"w": np.ones(4, np.float32)}, "org/model:q4", store=store)
+    blobstore.save({"w": np.zeros(4, np.float32)}, "org/other", store=store)
+    other = store.read_manifest(Reference.parse("org/other"))
+    store.manifest_path(Reference.parse("org/model:q4")).with_name("Q4").write_bytes(other)
+
+    tags = ["Q4", "latest", "q4"]
+    assert json_of(ask(library, "/v2/org/model/tags/list"))["tags"] == tags
+    refs = json_of(ask(library, "/api/models/org/model/refs"))
+    commits = {one["name"]: one["targetCommit"] for one in refs["branches"] + refs["tags"]}
+    for tag, value in (("q4", 1.0), ("Q4", 0.0)):
+        assert json_of(ask(library, f"/api/models/ORG/Model/revision/{tag}"))["sha"] == commits[tag]
+        file = body_of(store, ask(library, f"/org/model/resolve/{tag}/model.safetensors"))
+        assert file.endswith(np.full(4, value, np.float32).tobytes())
+        manifest = ask(library, f"/v2/org/model/manifests/{tag}")
+        digest = manifest.headers["Docker-Content-Digest"]
+        by_digest = ask(library, f"/v2/org/model/manifests/{digest}")
+        assert body_of(store, manifest) == body_of(store, by_digest)
+    assert ask(library, "/v2/org/model/manifests/qQ4").status == 404
+    names = {one["name"] for one in page_data(store)["store"]["models"]}
+    assert names == {*(f"org/model:{tag}" for tag in tags), "org/other:latest"}
 
 
 def test_a_manifest_that_is_replaced_is_read_again(library: Library, tags: Tags) -> None:
