@@ -9,18 +9,18 @@ import shlex
 import shutil
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import click
 
-from blobstore.cli import arguments, options, output, render
+from blobstore.cli import arguments, llama_cpp, options, output, render
 from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import cli_command, escape
 from blobstore.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
@@ -28,39 +28,41 @@ if TYPE_CHECKING:
 
 
 class _Server(NamedTuple):
-    needs: tuple[str, ...]
-    """The modules that must be installed."""
-    program: str
-    """The module that starts it, or the name of a program."""
+    """A way to start an inference server."""
+
+    name: str
+    modules: tuple[str, ...]
+    """The modules that this Python must have; none if a program on the path starts it."""
+    start: tuple[str, ...]
+    """The module or the program, and the words before the model."""
     port: int
     """By default."""
+    reads: Literal["store", "folder", "gguf"]
 
 
-_LLAMA_CPP = "llama.cpp"
-_SERVERS = {
-    "vllm": _Server(("vllm",), "blobstore.integrations.vllm.server", 8000),
-    "mlx-lm": _Server(("mlx_lm",), "blobstore.integrations.mlx_lm.server", 8080),
-    "transformers": _Server(
+_SERVERS = (
+    _Server("vllm", ("vllm",), ("blobstore.integrations.vllm.server",), 8000, "store"),
+    _Server("vllm", (), ("vllm", "serve"), 8000, "folder"),
+    _Server("mlx-lm", ("mlx_lm",), ("blobstore.integrations.mlx_lm.server",), 8080, "store"),
+    _Server("mlx-lm", (), ("mlx_lm.server", "--model"), 8080, "folder"),
+    _Server(
+        "transformers",
         ("transformers", "fastapi", "openai", "pydantic", "uvicorn"),
-        "transformers.cli.transformers",
+        ("transformers.cli.transformers", "serve"),
         8000,
+        "folder",
     ),
-    _LLAMA_CPP: _Server((), "llama-server", 8080),
-}
+    _Server("transformers", (), ("transformers", "serve"), 8000, "folder"),
+    _Server("llama.cpp", (), (llama_cpp.PROGRAM,), 8080, "gguf"),
+    _Server(
+        "llama.cpp",
+        ("llama_cpp", "sse_starlette", "starlette_context"),
+        (llama_cpp.MODULE,),
+        8000,
+        "gguf",
+    ),
+)
 """The first that is installed is started; llama.cpp for models from GGUF files, and no other for these."""
-_GGUF_OPTIONS = {
-    "model": "-m",
-    "projector": "--mmproj",
-    "adapter": "--lora",
-    "control vector": "--control-vector",
-    "draft model": "--model-draft",
-}
-"""The options of llama-server for files by their roles."""
-_OLLAMA_ROLES = {
-    "application/vnd.ollama.image.model": "model",
-    "application/vnd.ollama.image.projector": "projector",
-    "application/vnd.ollama.image.adapter": "adapter",
-}
 _ENCODER = re.compile(r"((?<!LMHead)Model|ForMaskedLM|Classification)$")
 """The ends of names of classes that generate no text."""
 
@@ -75,7 +77,7 @@ _ENCODER = re.compile(r"((?<!LMHead)Model|ForMaskedLM|Classification)$")
 @click.option(
     "--with",
     "chosen",
-    type=click.Choice(list(_SERVERS)),
+    type=click.Choice(list(dict.fromkeys(server.name for server in _SERVERS))),
     help="The server; by default the first of these that is installed.",
 )
 @click.option("--dry-run", is_flag=True, help="Start nothing; print the command.")
@@ -90,46 +92,54 @@ def command(
 ) -> None:
     """Start an inference server with the model NAME, in place of this process.
 
-    vLLM and mlx-lm read the store itself. "transformers serve", and the llama-server of llama.cpp for
-    models from GGUF files, read a folder as "blobstore link" makes it, in ~/.cache/blobstore/run; for
-    these, a frozen model is thawed first. The server gets each ARGUMENT after "--", such as --port 9000.
+    vLLM and mlx-lm that are installed with blobstore read the store itself. Other servers, and for
+    models from GGUF files those of llama.cpp, read a folder as "blobstore link" makes it, in
+    ~/.cache/blobstore/run; for these, a frozen model is thawed first, unless its files are GGUF. The
+    server gets each ARGUMENT after "--", such as --port 9000.
     """
     if out.is_json and not dry_run:
         raise click.UsageError(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model = arguments.model(store, name)
-    gguf = _gguf_files(store, model)
+    manifest = store.resolve(model)  # an error of ours is clearer than one of the server
+    folder = _folder(store, model)
+    gguf = llama_cpp.gguf_files(store, manifest, folder or Path())
     if chosen is None and not gguf:
         _check_generates(store, model)
-    name, server = _server(chosen, is_gguf=bool(gguf))
-    words = [sys.executable, "-m", server.program]
-    folder = None
-    if name == _LLAMA_CPP:
-        folder = _folder(store, model)
-        words = [shutil.which(server.program) or server.program, *_gguf_words(model, gguf)]
-    elif name == "transformers":
-        folder = _folder(store, model)
-        words += ["serve", str(folder)]
+    server, words = _server(chosen, is_gguf=bool(gguf))
+    if folder is None and server.reads != "store":
+        raise UsageError("there is no home folder; set XDG_CACHE_HOME")
+    unused: list[str] = []
+    if server.reads == "gguf":
+        words += llama_cpp.file_words(server.start[0], model, gguf, unused)
+        words += llama_cpp.ollama_words(server.start[0], store, manifest, unused)
+    elif server.reads == "folder":
+        words.append(str(folder))
     else:
         words += [str(model), "--store", str(store.root)]
+    needs_folder = str(folder) in " ".join(words)
     words += rest
     address = (
         f"http://{_option(rest, '--host', '127.0.0.1')}:{_option(rest, '--port', server.port)}"
     )
     # A server that reads a folder knows the model by this.
-    shown = str(folder) if name == "transformers" else str(model)
+    shown = str(folder) if server.reads == "folder" else str(model)
     body = json.dumps({"model": shown, "messages": [{"role": "user", "content": "Hello"}]})
     curl = [
         *("curl", f"{address}/v1/chat/completions"),
         *("-H", "Content-Type: application/json", "-d", body),
     ]
+    if unused:
+        files = [it for it in unused if it.startswith(llama_cpp.FOLDER)]
+        advice = f"; 'blobstore cat {model} {files[0]}' prints that file" if files else ""
+        output.show_note(f"{server.name} has no option for {', '.join(unused)}{advice}")
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if folder is not None and str(folder) in " ".join(words):
-        _link_if_needed(store, model, folder, name, is_gguf=bool(gguf))
-    output.show_note(f"{name} will serve {model} at {address}; ask it with:")
+    if folder is not None and needs_folder:
+        _link_if_needed(store, model, folder, server.name, is_gguf=bool(gguf))
+    output.show_note(f"{server.name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
 
@@ -146,14 +156,13 @@ def _check_generates(store: LocalStore, model: Reference) -> None:
         )
 
 
-def _folder(store: LocalStore, model: Reference) -> Path:
-    """Return the folder of links for a server that cannot read the store."""
+def _folder(store: LocalStore, model: Reference) -> Path | None:
+    """Return the folder of links for a server that cannot read the store; None without a home folder."""
     from blobstore.core.digest import Digest
     from blobstore.store.copies import copies_folder
 
-    if (folder := copies_folder(store.root)) is None:
-        raise UsageError("there is no home folder; set XDG_CACHE_HOME")
-    return folder / Digest.of(store.read_manifest(model)).hex[:32]
+    folder = copies_folder(store.root)
+    return folder and folder / Digest.of(store.read_manifest(model)).hex[:32]
 
 
 def _link_if_needed(
@@ -185,65 +194,36 @@ def _link_if_needed(
         )
 
 
-def _gguf_files(store: LocalStore, model: Reference) -> dict[str, list[Path]]:
-    """Return the GGUF files of a model by their roles: blobs of Ollama's, or files in the folder of links.
-
-    Other models have none.
-    """
-    from pathlib import Path
-
-    from blobstore.manifests import media_types
-    from blobstore.models.source_layers import gguf_roles, read_source_record
-
-    found: dict[str, list[Path]] = {}
-    manifest = store.resolve(model)  # an error of ours is clearer than one of the server
-    for layer in manifest.layers_of(*media_types.GGUF):
-        role = _OLLAMA_ROLES[layer.media_type]
-        found.setdefault(role, []).append(Path(store.blob_path(layer.digest)))
-    if not found:
-        for name, role in gguf_roles(read_source_record(store, manifest)).items():
-            found.setdefault(role, []).append(_folder(store, model) / name)
-    return found
-
-
-def _gguf_words(model: Reference, files: Mapping[str, Sequence[Path]]) -> Iterator[str]:
-    """Yield the words for the GGUF files of a model: of one in parts, the first part."""
-    if "model" not in files:
-        (role, (path, *_)), *_ = files.items()
-        raise UsageError(
-            f"{model} has no model to serve: the role of {path.name} is {role}",
-            advice="import it together with its model, from a folder that has both",
-        )
-    for role, option in _GGUF_OPTIONS.items():
-        paths = files.get(role, ())
-        for path in paths if role == "adapter" else paths[:1]:
-            yield from (option, str(path))
-    if drafts := files.get("draft model"):
-        kind = "eagle3" if "eagle3" in drafts[0].name.lower() else "mtp"
-        yield from ("--spec-type", f"draft-{kind}")
-
-
-def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:
-    for name, server in _SERVERS.items():
-        if chosen not in {None, name} or (name == _LLAMA_CPP) != is_gguf:
-            continue
-        is_there = all(map(find_spec, server.needs)) and (
-            server.needs or shutil.which(server.program)
-        )
-        if is_there:
-            return name, server
-    if chosen is not None and (chosen == _LLAMA_CPP) != is_gguf:
+def _server(chosen: str | None, *, is_gguf: bool) -> tuple[_Server, list[str]]:
+    """Return the server to start, and the words that start it."""
+    for server in _SERVERS:
+        is_asked = chosen in {None, server.name} and (server.reads == "gguf") == is_gguf
+        if is_asked and (words := _words(server)):
+            return server, words
+    if chosen is not None and (chosen == "llama.cpp") != is_gguf:
         raise UsageError(
             "llama.cpp serves models from GGUF files, and the other servers all others"
         )
-    wanted = chosen or (_LLAMA_CPP if is_gguf else "vllm, mlx-lm or transformers")
+    wanted = chosen or ("llama.cpp" if is_gguf else "vllm, mlx-lm or transformers")
     raise MissingLibrary(
         f"no inference server is installed: {wanted}",
-        advice="install llama-server, which is part of llama.cpp"
+        advice="install llama-server, which is part of llama.cpp, or 'llama-cpp-python[server]'"
         if is_gguf
         else "install 'vllm' for GPUs, 'tensor-blobstore[mlx] mlx-lm', or 'transformers[serving]'; "
         "docs/guides/serving has others",
     )
+
+
+def _words(server: _Server) -> list[str]:
+    """Return the words that start a server, none if it is not installed."""
+    first, *rest = server.start
+    if server.modules:
+        return [sys.executable, "-m", first, *rest] if all(map(find_spec, server.modules)) else []
+    program = shutil.which(first)
+    # The modules of this Python have a program next to it, also if what the server needs is missing.
+    own = os.path.dirname(sys.executable)  # noqa: PTH120 - as text
+    is_own = program is not None and server.reads == "folder" and os.path.dirname(program) == own  # noqa: PTH120
+    return [] if program is None or is_own else [program, *rest]
 
 
 def _option(words: Sequence[str], name: str, default: object) -> object:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 MANIFEST: Final = "ollama/manifest.json"
 """The manifest itself, byte for byte."""
 CONFIG: Final = "ollama/config.json"
-PERSONA: Final = ("template", "system", "params.json", "messages.json")
-"""The files in the folder ``ollama`` that say how the model is asked."""
 _GGUF: Final = {
     media_types.MODEL: "model",
     media_types.PROJECTOR: "mmproj-model",

@@ -62,6 +62,7 @@ def add_gguf_model(
     *,
     projector: bytes | None = None,
     others: Mapping[str, bytes] = MappingProxyType({}),
+    params: bytes = b'{"stop":["<|end|>"]}\n',
 ) -> Manifest:
     """Write a model of Ollama's own: one GGUF layer, or two, and layers without names, ``others`` by type."""
     layers = [
@@ -71,7 +72,7 @@ def add_gguf_model(
         _add_blob(store, media_types.LICENSE, b"first license"),
         _add_blob(store, media_types.LICENSE, b"second license"),
         *(_add_blob(store, media_type, data) for media_type, data in others.items()),
-        _add_blob(store, media_types.PARAMS, b'{"stop":["<|end|>"]}\n'),
+        _add_blob(store, media_types.PARAMS, params),
     ]
     manifest = Manifest(config=_add_blob(store, media_types.CONFIG, _CONFIG), layers=tuple(layers))
     path = store.manifest_path(Reference.parse(name))

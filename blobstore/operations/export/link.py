@@ -25,6 +25,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.folders import writer
 from blobstore.folders.link_plan import plan_links
+from blobstore.manifests.ollama_files import MANIFEST
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.operations.export.reflink import clone_data
@@ -216,6 +217,11 @@ def _result(
         notices.append(
             f"weight files that are copies: {gathered}; their tensors have another order in such a "
             "folder than in the store, or have to be in one file"
+        )
+    if MANIFEST in plan.files:
+        notices.append(
+            "no server but Ollama reads the folder 'ollama'; 'blobstore run' gives llama.cpp the "
+            "parameters in it"
         )
     weights = len(plan.links) + len(plan.relabelled) + gathered
     return Linked(

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.manifests import media_types
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
+from tests.support.ollama_store import ADAPTER, PROJECTOR, add_gguf_model
 from tests.support.processes import start
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 
@@ -25,10 +27,10 @@ def create_gguf(folder: Path, elements: int) -> bytes:
     return content
 
 
-def install_llama_server(folder: Path, script: str) -> dict[str, str]:
+def install(name: str, folder: Path, script: str) -> dict[str, str]:
     """Write a program of that name, and return the environment variables with which ``run`` finds it."""
-    program = folder / "bin" / "llama-server"
-    program.parent.mkdir()
+    program = folder / "bin" / name
+    program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return {"PATH": f"{program.parent}:/usr/bin:/bin", "XDG_CACHE_HOME": str(folder / "cache")}
@@ -66,8 +68,11 @@ def test_a_server_that_reads_the_store_needs_no_home_folder() -> None:
 
 
 @pytest.mark.usefixtures("no_home", "store")
-def test_a_server_that_reads_a_folder_needs_a_place_for_it(tmp_path: Path) -> None:
+def test_a_server_that_reads_a_folder_needs_a_place_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_gguf(tmp_path, 4)
+    monkeypatch.setenv("PATH", install("llama-server", tmp_path, "exit")["PATH"])
     result = run("run", "tiny", "--dry-run", exit_code=2)
     assert "there is no home folder; set XDG_CACHE_HOME" in result.stderr
 
@@ -87,6 +92,82 @@ def test_what_to_install_is_said(stored: LocalStore) -> None:
     assert "no inference server is installed: vllm; install 'vllm'" in result.stderr
 
 
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_program_of_another_environment_gets_a_folder(
+    stored: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is under test is which words the program gets.
+    variables = install("vllm", tmp_path, 'echo "$1"; ls "$2"')
+    done = run_process("run", "dense", "--with", "vllm", **variables)
+    word, *files = done.stdout.decode().split()
+    assert word == "serve"
+    assert "config.json" in files
+    assert b'"model": "/' in done.stderr
+    # Next to this Python, it is the program of modules that are not there.
+    monkeypatch.setenv("PATH", variables["PATH"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    result = run("run", "dense", "--with", "vllm", exit_code=1)
+    assert "no inference server is installed: vllm" in result.stderr
+
+
+def test_llama_cpp_python_gets_its_own_options(store: LocalStore, tmp_path: Path) -> None:
+    create_gguf(tmp_path, 4)
+    for name in ("llama_cpp/server", "sse_starlette", "starlette_context"):
+        (tmp_path / "lib" / name).mkdir(parents=True)
+    # What is under test is which words the module gets.
+    script = "import sys; print(*sys.argv[1:])"
+    (tmp_path / "lib" / "llama_cpp" / "__init__.py").write_text("")
+    (tmp_path / "lib" / "llama_cpp" / "server" / "__main__.py").write_text(script)
+    path = f"{environment()['PYTHONPATH']}:{tmp_path / 'lib'}"
+    variables = {"PYTHONPATH": path, "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_process("run", "tiny", **variables)
+    option, file = done.stdout.decode().split()
+    assert option == "--model"
+    assert Path(file).name == "tiny.gguf"
+    assert b"curl http://127.0.0.1:8000/v1/chat/completions" in done.stderr
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_llama_cpp_gets_the_parameters_of_ollama_and_the_rest_is_named(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: bool
+) -> None:
+    ollama = LocalStore(tmp_path / "ollama") if imported else store
+    monkeypatch.setenv("OLLAMA_MODELS", str(ollama.root))
+    values = {
+        "temperature": 0.6,
+        "num_ctx": 4096,
+        "stop": ["<|end|>", "--host", "a\n\\n"],
+        "mirostat": 1,
+        "seed": "7; rm",
+    }
+    add_gguf_model(
+        ollama,
+        "pirate",
+        projector=PROJECTOR,
+        others={media_types.ADAPTER: ADAPTER, media_types.SYSTEM: b"You are a pirate."},
+        params=json.dumps(values).encode(),
+    )
+    if imported:
+        run("create", "ollama://pirate")
+    monkeypatch.setenv("PATH", install("llama-server", tmp_path, "exit")["PATH"])
+    result = run("run", "pirate", "--dry-run", "--json")
+    _, *words = json.loads(result.stdout)["command"]
+    assert words[::2][:3] == ["-m", "--mmproj", "--lora"]
+    assert " ".join(words[6:]) == (
+        "--temp 0.6 --ctx-size 4096 --reverse-prompt <|end|> --reverse-prompt --host "
+        r"--reverse-prompt a\n\\n"
+    )
+    folder = "ollama/" * imported
+    advised = f"; 'blobstore cat pirate:latest {folder}system' prints that file" * imported
+    assert result.stderr == (
+        f"note: llama.cpp has no option for {folder}system, {folder}template, the parameter mirostat, "
+        f"the parameter seed{advised}\n"
+    )
+    if imported:
+        assert run("cat", "pirate:latest", "ollama/system").stdout == "You are a pirate."
+        assert "'blobstore run' gives llama.cpp" in run("link", "pirate", tmp_path / "out").stderr
+
+
 def test_models_from_gguf_files_are_served_by_llama_cpp(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +177,7 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
     assert "no inference server is installed: llama.cpp; install llama-server" in result.stderr
 
     # What is under test is which words the program gets.
-    variables = install_llama_server(tmp_path, 'echo "$@"')
+    variables = install("llama-server", tmp_path, 'echo "$@"')
     done = run_process("run", "tiny", "--", "--port", "9", **variables)
     _, path, *rest = done.stdout.decode().split()
     assert Path(path).read_bytes() == content
@@ -125,7 +206,7 @@ def test_llama_cpp_gets_an_option_for_each_role(store: LocalStore, tmp_path: Pat
         (tmp_path / "in" / name).write_bytes(content)
     run("create", tmp_path / "in", "x")
     # What is under test is which words the program gets.
-    variables = install_llama_server(tmp_path, 'echo "$@"')
+    variables = install("llama-server", tmp_path, 'echo "$@"')
     words = run_process("run", "x", **variables).stdout.decode().split()
     shown = [word.rpartition("/")[2] for word in words]
     assert " ".join(shown) == (
@@ -143,7 +224,7 @@ def test_a_frozen_gguf_model_is_copied_and_stays_frozen(store: LocalStore, tmp_p
     frozen = store.frozen()
     assert frozen
     # What is under test is which file the program gets.
-    variables = install_llama_server(tmp_path, 'cat "$2"')
+    variables = install("llama-server", tmp_path, 'cat "$2"')
 
     first = run_process("run", "tiny", **variables)
     again = run_process("run", "tiny", **variables)  # from the file that was written then
@@ -165,7 +246,7 @@ def test_copies_are_in_du_and_gc_removes_them_unless_a_server_runs(
 ) -> None:
     create_gguf(tmp_path, 1 << 16)
     # What is under test is how long the program holds the copy: until it has read all of its input.
-    variables = install_llama_server(tmp_path, "echo started; exec cat")
+    variables = install("llama-server", tmp_path, "echo started; exec cat")
     monkeypatch.setenv("XDG_CACHE_HOME", variables["XDG_CACHE_HOME"])
     assert run_json("du")["copies"] == {"files": 0, "bytes": 0}
     before = run_json("du")["store"]["bytes_in_all"]
@@ -208,7 +289,7 @@ def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_ag
         (source / name).write_bytes(content)
     run("create", source, "tiny")
     # What is under test is which files the program finds.
-    variables = install_llama_server(tmp_path, 'cat "${2%/*}"/*.gguf')
+    variables = install("llama-server", tmp_path, 'cat "${2%/*}"/*.gguf')
     content = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
 
     assert run_process("run", "tiny", **variables).stdout == content

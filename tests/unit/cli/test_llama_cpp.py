@@ -1,0 +1,47 @@
+"""The words for servers of llama.cpp. What else they get is tested with the command ``run``."""
+
+from __future__ import annotations
+
+import pytest
+
+from blobstore.cli.llama_cpp import MODULE, PROGRAM, ollama_words
+from blobstore.store.local import LocalStore
+from tests.support.ollama_store import add_gguf_model
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        (rb'{"stop":["good","\u001b[2J"]}', "the parameter stop"),
+        (rb'{"stop":["\u0000"]}', "the parameter stop"),
+        (b'{"stop":1}', "the parameter stop"),
+        (b'{"stop":[[]]}', "the parameter stop"),
+        (b'{"seed":true}', "the parameter seed"),
+        (b'{"seed":{}}', "the parameter seed"),
+        (b'{"seed":null}', "the parameter seed"),
+        (b'{"unknown":1}', "the parameter unknown"),
+        (b"[]", "damaged ollama/params.json"),
+        (b"{", "damaged ollama/params.json"),
+        (b'{"seed":NaN}', "damaged ollama/params.json"),
+        (b"\xff", "damaged ollama/params.json"),
+        (b" " * (1 << 20) + b"{}", "damaged ollama/params.json"),
+    ],
+)
+def test_parameters_that_cannot_be_words_are_named(
+    store: LocalStore, params: bytes, named: str
+) -> None:
+    manifest = add_gguf_model(store, "m", params=params)
+    unused: list[str] = []
+    assert list(ollama_words(PROGRAM, store, manifest, unused)) == []
+    assert unused == ["template", named]
+
+
+def test_a_server_gets_the_parameters_that_it_has_options_for(store: LocalStore) -> None:
+    manifest = add_gguf_model(store, "m", params=b'{"num_ctx":4096,"temperature":0.5}')
+    for server, words in (
+        (PROGRAM, ["--ctx-size", "4096", "--temp", "0.5"]),
+        (MODULE, ["--n_ctx", "4096"]),
+    ):
+        unused: list[str] = []
+        assert list(ollama_words(server, store, manifest, unused)) == words
+        assert ("the parameter temperature" in unused) == (server == MODULE)
