@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def package(pin: str) -> Path:
-    """Return the folder of the unpacked package ``pin``, which is never imported.
+    """Return the folder of the unpacked package ``pin``, which this process never imports.
 
     Pip installs it without dependencies on first use. If that fails, so does the running test.
     """
