@@ -154,13 +154,14 @@ class BlobReader:
             self._intact[digest.hex] = state
 
     def _hash(self, descriptor: int, digest: Digest, size: int) -> None:
-        found = Digest.of_pieces(_pieces(descriptor, size))
+        blob = f"blob {quote(self._store.blob_path(digest))}"
+        try:
+            found = Digest.of_pieces(_pieces(descriptor, size))
+        except OSError as error:  # a disk that has lost the bytes is no better than wrong ones
+            raise BlobDamaged(f"{blob} cannot be read: {error.strerror}", advice=ADVICE) from error
         self._on_verified(size)
         if found != digest:
-            raise BlobDamaged(
-                f"blob {quote(self._store.blob_path(digest))} is damaged: its bytes have digest {found}",
-                advice=ADVICE,
-            )
+            raise BlobDamaged(f"{blob} is damaged: its bytes have digest {found}", advice=ADVICE)
 
     def cold_pieces(self, part: BlobPart) -> Iterator[bytes]:
         """Yield a range of a cold blob. Each piece is decoded, and checked, when it is asked for.

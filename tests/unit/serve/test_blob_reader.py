@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -171,3 +172,24 @@ def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
     path.unlink()
     with pytest.raises(BlobMissing, match="cannot be read"):
         reader.open_stored(stored)
+
+
+def test_a_blob_that_the_disk_cannot_read_is_damaged(
+    store: LocalStore, reader: BlobReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "model", {"a": 1})
+    part = part_of(store, "model", "a")
+    blob, read = Path(store.blob_path(part.digest)).stat(), os.pread
+
+    def broken(descriptor: int, count: int, offset: int) -> bytes:
+        if os.path.samestat(os.fstat(descriptor), blob):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, count, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", broken)
+        with pytest.raises(BlobDamaged, match="cannot be read: Input/output error"):
+            reader.verify(part.digest, part.size)
+    assert not is_verified(reader, part)
+    reader.verify(part.digest, part.size)
+    assert is_verified(reader, part)
