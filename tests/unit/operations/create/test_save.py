@@ -278,11 +278,12 @@ def test_refuses_arrays_with_a_mask(store: LocalStore) -> None:
 
 
 def test_a_process_that_is_forked_during_a_background_save_can_end(store: LocalStore) -> None:
-    save({"x": np.zeros(1 << 24, np.uint8)}, "m", store=store, background=True)
+    future = save({"x": np.zeros(1 << 24, np.uint8)}, "m", store=store, background=True)
     child = multiprocessing.get_context("fork").Process(target=int)
     child.start()
     child.join(60)
     assert child.exitcode == 0
+    future.result()  # before the store is removed
 
 
 @pytest.mark.skipif(
