@@ -37,7 +37,7 @@ def is_safe_name(name: str) -> bool:
         part.isprintable()
         and "\\" not in part
         and part not in ("", ".", "..")
-        and len(part.encode()) <= 255  # noqa: PLR2004 - the limit of file systems
+        and len(part.encode()) <= 255  # the limit of file systems
         for part in parts
     )
 

@@ -68,7 +68,7 @@ class Reference:
         if colon and not tag:
             raise InvalidReference(f"not a model name: {quote_place(text)} has an empty tag")
         parts = path.split("/") if slash else []
-        if len(parts) > 2:  # noqa: PLR2004
+        if len(parts) > 2:
             raise InvalidReference(
                 f"not a model name: {quote_place(text)}; expected [host/][namespace/]model[:tag]"
             )

@@ -140,7 +140,7 @@ class SourceRecord:
         texts = {key: value.get(key, "") for key in ("kind", "repository", "commit")}
         options, listed, packed = value.get("options"), value.get("files"), value.get("data")
         for key, text in texts.items():
-            if not isinstance(text, str) or len(text) > 255 or not text.isprintable():  # noqa: PLR2004
+            if not isinstance(text, str) or len(text) > 255 or not text.isprintable():
                 raise BlobDamaged(f"$.{key}: expected a short text, got {quote(text)}")
         if not isinstance(options, dict) or not isinstance(listed, list):
             raise BlobDamaged("$: expected an object 'options' and a list 'files'")
@@ -185,7 +185,7 @@ def _checked_file(index: int, value: Any) -> int:
     if not (type(size) is type(held) is int and 0 <= held <= size <= MAX_SIZE):
         raise BlobDamaged(f"{place}: expected sizes in bytes with held <= size")
     role = value.get("role", "")
-    if not isinstance(role, str) or len(role) > 255 or not role.isprintable():  # noqa: PLR2004
+    if not isinstance(role, str) or len(role) > 255 or not role.isprintable():
         raise BlobDamaged(f"{place}.role: expected a short text, got {quote(role)}")
     if {"index": held != size, "pytorch": held != 0}.get(value["format"]):
         raise BlobDamaged(f"{place}.held: {held} of {size} bytes do not fit the format")

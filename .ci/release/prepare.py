@@ -76,6 +76,6 @@ def main(new: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:  # noqa: PLR2004
+    if len(sys.argv) != 2:
         sys.exit("name the version, such as 0.2.0")
     main(sys.argv[1])

@@ -151,6 +151,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:  # noqa: PLR2004
+    if len(sys.argv) != 2:
         sys.exit("name the folder, such as build/share")
     main(Path(sys.argv[1]))

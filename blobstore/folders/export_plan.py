@@ -455,7 +455,7 @@ def _stems(model: ModelContents) -> dict[str, str]:
         if (
             is_valid_part(name)
             and isinstance(value, list)
-            and len(value) == 2  # noqa: PLR2004 - [library, class]
+            and len(value) == 2  # [library, class]
             and value[1] is not None
         ):
             known = {"diffusers": _DIFFUSERS_STEM, "transformers": _TRANSFORMERS_STEM}

@@ -30,7 +30,7 @@ def _e4m3() -> Array:
     values = np.where(
         exponent == 0, np.ldexp(mantissa / 2, -9), np.ldexp(1 + mantissa / 8, exponent - 8)
     )
-    return np.where((codes == 0) | (codes == 127), 0, values).astype(np.float32)  # noqa: PLR2004
+    return np.where((codes == 0) | (codes == 127), 0, values).astype(np.float32)
 
 
 _E4M3: Final = _e4m3()

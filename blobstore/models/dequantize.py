@@ -106,7 +106,7 @@ def transposed_pieces(
     """Yield the dequantized matrices of a tensor, each transposed. Args as :func:`plain_pieces`."""
     import numpy as np
 
-    is_stack = part is None and len(stored.shape) > 2  # noqa: PLR2004 - more than a matrix
+    is_stack = part is None and len(stored.shape) > 2  # more than a matrix
     for place in range(stored.shape[0]) if is_stack else (part,):
         pieces = list(plain_pieces(stored, memory, dtype, place))
         yield np.ascontiguousarray(np.concatenate(pieces).T)

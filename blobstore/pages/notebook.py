@@ -155,10 +155,10 @@ def _box(box: Iterable[float], fill: str, name: str, below: str, title: str = ""
     ink = "#fff" if fill in _DARK else "#15191d"
     fits = int((width - 8) / 7)
     texts = ""
-    if height >= 14 and fits > 2:  # noqa: PLR2004 - a line with some letters
+    if height >= 14 and fits > 2:  # a line with some letters
         base = y + min(16, height / 2 + 4)
         texts = f'<text x="{x + 4:.1f}" y="{base:.1f}" fill="{ink}">{_text(name[:fits])}</text>'
-        if below and height > 36:  # noqa: PLR2004 - two lines
+        if below and height > 36:  # two lines
             texts += f'<text x="{x + 4:.1f}" y="{base + 15:.1f}" fill="{ink}">{_text(below)}</text>'
     return (
         f"<g><title>{_text(title or f'{name}: {below}')}</title>"
@@ -176,7 +176,7 @@ def _svg(content: str, width: float, height: float, label: str) -> str:
 
 def _size(size: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:  # noqa: PLR2004 - the next unit
+        if size < 1000:  # the next unit
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"

@@ -411,7 +411,7 @@ def _float8(
 
 def _blocks_of_rows(weight: TensorSpec, scale: TensorSpec) -> Iterator[Sharing]:
     """Yield the blocks of musubi-tuner, which divides rows: its scales have the shape [rows, blocks, 1]."""
-    if len(weight.shape) == 2 and scale.shape[:1] == weight.shape[:1] and scale.shape[2:] == (1,):  # noqa: PLR2004
+    if len(weight.shape) == 2 and scale.shape[:1] == weight.shape[:1] and scale.shape[2:] == (1,):
         width, rest = divmod(weight.shape[1], max(scale.shape[1], 1))
         if not rest and 0 < width <= MAX_GROUP:
             yield 1, width
@@ -441,7 +441,7 @@ def _check_plain(
     if dtype in BYTE_FLOATS and name.endswith(".weight") and (is_scaled or config.is_quantized):
         what = "scales that are known" if dtype in FLOAT8 else "a form that is decoded"
         refuse(spec, f"is of 8-bit floats without {what}")
-    if len(shape) < 2:  # noqa: PLR2004 - a matrix
+    if len(shape) < 2:  # a matrix
         return
     if config.is_mlx and dtype is DType.U32:
         fail(name, "is packed by config.json, and its scales are missing")

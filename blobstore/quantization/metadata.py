@@ -137,7 +137,7 @@ def _group_size(
     """Return the group size that metadata state, or that the shapes tell."""
     text = metadata.get(f"{weight.name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE)
     if item.is_tiled:
-        if len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+        if len(weight.shape) != 2:  # a matrix
             _fail(weight.name, f"{item.name} has 2 dimensions, not {len(weight.shape)}")
         return text or str(item.group_size)
     if text is None:

@@ -63,7 +63,7 @@ def dequantize(
         return _symmetric(weight, scale, item, group_size).astype(wanted)
     if item.is_tiled:
         scale = untiled(scale, weight.shape[0], item.columns(weight.shape[1]) // group_size)
-        if item.bits == 4:  # noqa: PLR2004 - half a byte
+        if item.bits == 4:  # half a byte
             codes = weight.view(mx.uint8)
             weight = (codes >> 4 | codes << 4).view(mx.uint32)
     if item.mode == "nvfp4" and scale.size % 2:  # MLX processes two groups at a time
@@ -85,7 +85,7 @@ def dequantize(
 def _symmetric(words: Any, scale: Any, item: QuantFormat, group_size: int) -> Any:
     """Return integers times their scales. MLX would round the product before it adds an offset."""
     codes = words.view(mx.uint8)
-    if item.bits == 4:  # noqa: PLR2004 - half a byte
+    if item.bits == 4:  # half a byte
         codes = mx.flatten(mx.stack([codes & 15, codes >> 4], axis=-1), -2)
     numbers = codes.astype(mx.float32) - item.offset
     groups = mx.unflatten(numbers, -1, (scale.shape[-1], group_size))

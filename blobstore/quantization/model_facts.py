@@ -59,7 +59,7 @@ class ModelFacts:
         orientations: defaultdict[str, set[Orientation]] = defaultdict(set)
         inputs: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for spec in specs:
-            if len(spec.shape) < 2:  # noqa: PLR2004 - not a matrix
+            if len(spec.shape) < 2:  # not a matrix
                 continue
             layer = _LAYER.match(spec.name)
             if layer is not None:
@@ -116,7 +116,7 @@ def _kind(spec: TensorSpec) -> str:
     """Return which kind of weight, of those that some models store transposed, a weight is."""
     if ".experts." in spec.name:
         # The matrices of single experts are never transposed. DBRX joins all of them to one matrix.
-        is_joined = len(spec.shape) == 3 or ".experts.mlp." in spec.name  # noqa: PLR2004
+        is_joined = len(spec.shape) == 3 or ".experts.mlp." in spec.name
         return "experts" if is_joined else ""
     return "conv1d" if _CONV1D.fullmatch(spec.name) else ""
 

@@ -147,7 +147,7 @@ def dequantize(
     columns = item.columns(words)
     if item.is_tiled:
         scale = untiled(scale, rows[0], columns // group_size)
-        if item.bits == 4:  # noqa: PLR2004 - half a byte
+        if item.bits == 4:  # half a byte
             codes = np.ascontiguousarray(weight).view(np.uint8)
             weight = (codes >> 4 | codes << 4).view(weight.dtype)
     if item.float8 is not None:
@@ -184,7 +184,7 @@ def dequantize(
                 else:
                     factor = factor * np.float32(global_scale)
                 stream = packed[piece].view(np.uint8)
-                is_e4m3 = item.bits == 8  # noqa: PLR2004 - a byte
+                is_e4m3 = item.bits == 8  # a byte
                 values = _E4M3_CODES.take(stream) if is_e4m3 else _E2M1_PAIRS.take(stream)
                 result[piece] = values.view(np.float32) * factor
     return result.reshape(*rows, columns)
@@ -222,7 +222,7 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
         numbers = numbers.astype(groups.dtype, copy=False).astype(np.float32, copy=False)
     else:
         mantissa, exponent = np.frexp(exact)  # from 0.5 to 1
-        exponent -= mantissa == 0.5  # noqa: PLR2004 - a power of two
+        exponent -= mantissa == 0.5  # a power of two
         scales = (exponent + _EXPONENT_BIAS).astype(np.uint8)
         numbers /= np.ldexp(np.float32(1), exponent)[:, None]
     # Look the codes up by the upper 16 bits of the values. The lowest of these bits is set if any
@@ -254,16 +254,16 @@ def _codes(is_e4m3: bool) -> Array:
 
 def _pack(codes: Array, bits: int) -> Array:
     """Return the codes of each row as words, one little-endian stream of bits."""
-    if bits == 8:  # noqa: PLR2004 - a byte
+    if bits == 8:  # a byte
         return codes.view(np.uint32)
-    if bits == 4:  # noqa: PLR2004 - half a byte
+    if bits == 4:  # half a byte
         pairs = codes.view(np.uint16)
         return (pairs | pairs >> np.uint16(4)).astype(np.uint8).view(np.uint32)
     places = codes.reshape(-1, 8)
     stream = np.zeros((len(places), bits), np.uint8)
     for place, byte, shift in _PLACES[bits]:
         stream[:, byte] |= places[:, place] << np.uint8(shift)
-        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
+        if shift + bits > 8:  # continues in the next byte
             stream[:, byte + 1] |= places[:, place] >> np.uint8(8 - shift)
     return stream.reshape(len(codes), -1).view(np.uint32)
 
@@ -271,9 +271,9 @@ def _pack(codes: Array, bits: int) -> Array:
 def _unpack(words: Array, bits: int) -> Array:
     """Return the codes in rows of words; see :func:`_pack`."""
     data = words.astype("<u4", copy=False).view(np.uint8)
-    if bits == 8:  # noqa: PLR2004 - a byte
+    if bits == 8:  # a byte
         return data
-    if bits == 4:  # noqa: PLR2004 - half a byte
+    if bits == 4:  # half a byte
         pairs = data.astype("<u2")
         pairs |= pairs << np.uint16(4)
         pairs &= np.uint16(0x0F0F)
@@ -282,7 +282,7 @@ def _unpack(words: Array, bits: int) -> Array:
     places = np.empty((len(stream), 8), np.uint8)
     for place, byte, shift in _PLACES[bits]:
         code = stream[:, byte] >> np.uint8(shift)
-        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
+        if shift + bits > 8:  # continues in the next byte
             code |= stream[:, byte + 1] << np.uint8(8 - shift)
         places[:, place] = code
     places &= np.uint8((1 << bits) - 1)

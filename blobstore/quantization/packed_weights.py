@@ -165,7 +165,7 @@ def symmetric_weight(
     Raises:
         NotUnderstood: tensors and config do not say the same, or rows are padded.
     """
-    if len(weight.shape) != 2 or not weight.elements:  # noqa: PLR2004 - a matrix
+    if len(weight.shape) != 2 or not weight.elements:  # a matrix
         refuse(weight, f"is of shape {list(weight.shape)}, not of 2 dimensions")
     rows, words = weight.shape
     stated = f"{shown_spec(weight)} with the shape {list(shape)}"
@@ -174,7 +174,7 @@ def symmetric_weight(
         refuse(weight, f"is {stated}, which is neither int4 nor int8")
     (item,) = fitting
     columns = item.columns(words)
-    groups = scale.shape[1] if scale.shape[:1] == (rows,) and len(scale.shape) == 2 else 0  # noqa: PLR2004
+    groups = scale.shape[1] if scale.shape[:1] == (rows,) and len(scale.shape) == 2 else 0
     group_size, rest = divmod(columns, groups) if groups else (0, 1)
     if rest or not item.has_group_size(group_size) or scale.dtype not in _FLOATS:
         refuse(weight, f"is {stated}, which does not fit scales {shown_spec(scale)}")
@@ -216,7 +216,7 @@ def tiled_weight(
     """
     is_fp4 = item.mode == "nvfp4"
     expected = (DType.F8_E4M3,) if is_fp4 else _EXPONENT_TYPES
-    if weight.dtype is not (DType.U8 if is_fp4 else DType.F8_E4M3) or len(weight.shape) != 2:  # noqa: PLR2004
+    if weight.dtype is not (DType.U8 if is_fp4 else DType.F8_E4M3) or len(weight.shape) != 2:
         refuse(weight, f"of shape {list(weight.shape)} is marked as {item.name}")
     if scale is None or scale.dtype not in expected:
         refuse(weight, f"is marked as {item.name} and has no scales of that type")

@@ -76,7 +76,7 @@ class Schedule:
         if layer < first or layer >= 7 * layers // 8:
             return True
         end = self.cadence_eighths * layers // 8 + self.cadence_offset
-        return layer < end and (layer - first) % 3 == 2  # noqa: PLR2004 - the third of three
+        return layer < end and (layer - first) % 3 == 2  # the third of three
 
 
 @dataclass(frozen=True, slots=True)

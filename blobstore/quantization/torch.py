@@ -64,7 +64,7 @@ def dequantize(
     packed = weight.view(torch.int32).contiguous().view(torch.uint8).view(len(groups), -1)
     if item.is_tiled:
         scale = untiled_tensor(scale, rows[0], columns // group_size)
-        packed = packed if item.bits == 8 else packed >> 4 | packed << 4  # noqa: PLR2004 - a byte
+        packed = packed if item.bits == 8 else packed >> 4 | packed << 4  # a byte
     scales = scale.reshape(-1, 1)
     biases = None if bias is None else bias.reshape(-1, 1)
     height = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // group_size, 1)
@@ -119,9 +119,9 @@ def decode(
 
 def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes in rows of bytes; each row is one little-endian stream of bits."""
-    if bits == 8:  # noqa: PLR2004 - a byte
+    if bits == 8:  # a byte
         return stream
-    if bits == 4:  # noqa: PLR2004 - half a byte
+    if bits == 4:  # half a byte
         return torch.stack((stream & 15, stream >> 4), dim=-1).flatten(1)
     # Eight codes of n bits take n bytes.
     data = stream.view(-1, bits)
@@ -129,7 +129,7 @@ def _codes(stream: torch.Tensor, bits: int) -> torch.Tensor:
     for place in range(8):
         byte, shift = divmod(place * bits, 8)
         code = data[:, byte] >> shift
-        if shift + bits > 8:  # noqa: PLR2004 - continues in the next byte
+        if shift + bits > 8:  # continues in the next byte
             code |= data[:, byte + 1] << (8 - shift)
         places[:, place] = code
     return places.bitwise_and_((1 << bits) - 1).view(len(stream), -1)
@@ -148,13 +148,13 @@ def _table(bits: int, dtype: torch.dtype) -> torch.Tensor:
     """
     # On the CPU: a table in the memory of another device could be discarded with the memory pool that is
     # in use now, as vLLM does when it sleeps.
-    if bits == 8:  # noqa: PLR2004 - a byte
+    if bits == 8:  # a byte
         codes = torch.arange(256, dtype=torch.uint8, device="cpu")
         return codes.view(torch.float8_e4m3fn).to(dtype)
     single = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device="cpu")
     byte = torch.arange(256, device="cpu")
     pairs = torch.stack((single[byte & 15], single[byte >> 4]), dim=-1)
-    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()  # noqa: PLR2004 - bytes
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()  # bytes
 
 
 @functools.cache

@@ -159,7 +159,8 @@ def _refused(status: int, message: str, methods: Sequence[str] = ()) -> Refused:
 
 def _is_name(parts: Sequence[str]) -> bool:
     """Return whether there can be a repository with this name: three parts begin with a host."""
-    return len(parts) < 3 or (len(parts) == 3 and _HOST.fullmatch(parts[0]) is not None)  # noqa: PLR2004 - with a host
+    has_host = len(parts) == 3 and _HOST.fullmatch(parts[0]) is not None
+    return len(parts) < 3 or has_host
 
 
 def tag_of(revision: str) -> str:

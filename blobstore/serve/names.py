@@ -21,7 +21,7 @@ def repository_of(*parts: str) -> Reference | None:
     Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
     namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
     """
-    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a host, a namespace and a model
+    if not 1 <= len(parts) <= 3:  # a host, a namespace and a model
         return None
     *first, model = parts
     host, separator, namespace = "/".join(first or [DEFAULT_NAMESPACE]).rpartition(

@@ -73,7 +73,7 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
 
 def _has_route(segments: Sequence[str]) -> bool:
     """Return whether an address has a name, then an action, and then what it is about."""
-    is_action = len(segments) > 3 and segments[-2] in _ACTIONS  # noqa: PLR2004 - with v2
+    is_action = len(segments) > 3 and segments[-2] in _ACTIONS  # with v2
     return is_action and (segments[-2] != "tags" or segments[-1] == "list")
 
 

@@ -262,7 +262,7 @@ def retry_after(headers: Any, default: float = 0) -> float:
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds
     text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit() and len(text) < 10:  # noqa: PLR2004
+    if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     import email.utils  # imports sockets
 

@@ -222,7 +222,7 @@ def _listed(tree: FileTree) -> list[_Listed]:
     pipeline = [
         _Listed(name, str(value[0]), str(value[1]))
         for name, value in read_json(tree, "model_index.json", dict).items()
-        if isinstance(value, list) and len(value) == 2 and value[1] is not None  # noqa: PLR2004
+        if isinstance(value, list) and len(value) == 2 and value[1] is not None
     ]
     modules = [
         _Listed(path, *str(module.get("type")).rpartition(".")[::2])

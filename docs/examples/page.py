@@ -133,6 +133,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:  # noqa: PLR2004 - the folder
+    if len(sys.argv) != 2:  # the folder
         sys.exit(__doc__)
     main(Path(sys.argv[1]).resolve())

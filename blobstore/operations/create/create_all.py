@@ -178,7 +178,7 @@ def find_models(source: str | os.PathLike[str]) -> list[FoundModel]:
 def _checked(
     source: str | os.PathLike[str], found: list[FoundModel], is_model: bool
 ) -> list[FoundModel]:
-    if is_model and len(found) < 2:  # noqa: PLR2004
+    if is_model and len(found) < 2:
         raise SourceError(f"{quote(source)} is a model itself; create it without --all")
     if not found:
         raise SourceError(
@@ -249,7 +249,7 @@ def quantizations(
     """
     files = gguf_files(tree)
     others = (it for it in tree.entries() if it.endswith(WEIGHTS) and it not in files.roles)
-    if not by_stem and (len(files.models) < 2 or any(others)):  # noqa: PLR2004
+    if not by_stem and (len(files.models) < 2 or any(others)):
         return [FoundModel(name, source)]
     listed = [*filter(None, map(_LLAMA_CPP.fullmatch, tree.entries()))]
     is_one = len({model.stem for model in files.models}) == 1 and not by_stem

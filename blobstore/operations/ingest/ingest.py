@@ -75,7 +75,7 @@ def read_list(lines: Iterable[str]) -> list[Item]:
             raise UsageError(f"line {number}: {error}") from None
         if not words:
             continue
-        if len(words) > 2:  # noqa: PLR2004
+        if len(words) > 2:
             raise UsageError(
                 f"line {number}: expected SOURCE [NAME], got {len(words)} words; quote a source "
                 "with spaces"

@@ -133,6 +133,6 @@ def parameter_size(parameters: int) -> str:
     """Return a number of parameters as ModelPack spells it, such as ``7.2B``; empty for none."""
     for letter, scale in _SCALES:
         tenths = (parameters * 10 + scale // 2) // scale
-        if tenths >= 10:  # noqa: PLR2004 - one whole
+        if tenths >= 10:  # one whole
             return f"{tenths // 10}.{tenths % 10}{letter}".replace(".0", "")
     return f"{parameters / 1000:.1f}K" if parameters else ""

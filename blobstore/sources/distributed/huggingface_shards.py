@@ -145,7 +145,7 @@ def _pieces(file: DataFile) -> Iterator[tuple[str, DType, Piece]]:
 
 def _torch_shape(file: DataFile, spec: TensorSpec) -> tuple[int, ...]:
     """Return the sizes of a tensor in torch, which counts pairs of F4."""
-    if spec.dtype.bits >= 8:  # noqa: PLR2004
+    if spec.dtype.bits >= 8:
         return spec.shape
     *outer, last = spec.shape or (1,)
     if spec.dtype is not DType.F4 or last % 2:

@@ -191,7 +191,7 @@ class _Weights:
     def __init__(self, model: Sequence[ModelStates], optimizer: Sequence[OptimizerStates]) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._is_cut = optimizer[0].stage == 3  # noqa: PLR2004
+        self._is_cut = optimizer[0].stage == 3
         """Whether each parameter by itself is cut."""
         self._found: dict[str, Assembled] = {}
         self.rest: list[str] = []

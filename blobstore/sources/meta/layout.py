@@ -218,7 +218,7 @@ class _Planner:
 
     def _matrix(self, name: str) -> TensorSpec:
         spec = self._specs[name]
-        if len(spec.shape) != 2 or 0 in spec.shape:  # noqa: PLR2004
+        if len(spec.shape) != 2 or 0 in spec.shape:
             raise DamagedSource(
                 f"{quote(self._file)}: tensor {quote(name)} is {_shown(spec)}, not a matrix"
             )
@@ -248,7 +248,7 @@ class _Planner:
         parts: tuple[tuple[int, ...], ...] = tuple((shard,) for shard in range(self._count))
         if role.split == "copies":
             parts = (tuple(range(self._count)),)
-        elif role.shape[0] == "kv" and len(spec.shape) == 2:  # noqa: PLR2004
+        elif role.shape[0] == "kv" and len(spec.shape) == 2:
             copies, rest = divmod(self._count, self._params.n_kv_heads)
             # With more shards than heads, several shards have copies of each head.
             if copies > 1 and not rest and spec.shape[0] == self._params.head_dim:

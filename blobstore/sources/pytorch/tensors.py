@@ -151,7 +151,7 @@ class TensorReader:
         try:
             function, arguments = value.function, value.arguments
             is_usual = function.use is Use.TENSOR and function.name == "_rebuild_tensor_v2"
-            if is_usual and len(arguments) == 6:  # noqa: PLR2004
+            if is_usual and len(arguments) == 6:
                 # The usual case. The last two arguments, for gradients, do not matter.
                 reference, offset, shape, stride, _, _ = arguments
                 return self._tensor(name, reference, offset, shape, stride)
@@ -225,9 +225,9 @@ class TensorReader:
     def _storage_part(self, identifier: Any) -> tuple[Storage, int, int]:
         """Return a storage, and offset and size of the part that tensors may use, in bytes."""
         view = None
-        if type(identifier) is tuple and len(identifier) == 5:  # noqa: PLR2004
+        if type(identifier) is tuple and len(identifier) == 5:
             kind, cls, key, _, count = identifier
-        elif type(identifier) is tuple and len(identifier) == 6:  # noqa: PLR2004
+        elif type(identifier) is tuple and len(identifier) == 6:
             kind, cls, key, _, count, view = identifier
         else:
             raise CheckpointDamaged(
@@ -292,7 +292,7 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
     for _ in range(_MAX_WRAPPERS):
         if function.use is not Use.TENSOR or function.name in _COUNTS:
             return function, arguments
-        if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
+        if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:
             # It would call its first argument, which must be a function that rebuilds tensors.
             function, cls, arguments, _ = arguments
             if cls is not None and (type(cls) is not Global or cls.use is None):
@@ -311,7 +311,7 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
 def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
     """Return the size of all parts of a ``DTensor`` together; None for other tensors."""
     arguments = value.arguments
-    if not value.function.name.startswith("_rebuild_from_type") or len(arguments) != 4:  # noqa: PLR2004
+    if not value.function.name.startswith("_rebuild_from_type") or len(arguments) != 4:
         return None
     function, cls, inner, _ = arguments
     if (
@@ -321,7 +321,7 @@ def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
         or function.name != "_rebuild_wrapper_subclass"
     ):
         return None
-    size = inner[2] if type(inner) is tuple and len(inner) > 2 else None  # noqa: PLR2004
+    size = inner[2] if type(inner) is tuple and len(inner) > 2 else None
     if type(size) is not tuple:
         raise CheckpointUnsupported("a DTensor is not made as torch does it")
     return size
@@ -329,7 +329,7 @@ def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
 
 def _attributes(state: Any) -> Mapping[Any, Any]:
     """Return the attributes in the state of an object, with ``__slots__`` or without."""
-    states = state if type(state) is tuple and len(state) == 2 else (state,)  # noqa: PLR2004
+    states = state if type(state) is tuple and len(state) == 2 else (state,)
     attributes: dict[Any, Any] = {}
     for part in states:
         if type(part) is dict:
@@ -365,7 +365,7 @@ def _natural(number: Any, what: str) -> None:
 
 def _view(view: Any, storage: Storage) -> tuple[int, int]:
     """Return offset and size of a part of a storage, in bytes."""
-    if type(view) is not tuple or len(view) != 3:  # noqa: PLR2004
+    if type(view) is not tuple or len(view) != 3:
         raise CheckpointDamaged("a view of a storage does not have three parts")
     _, offset, count = view
     _natural(offset, "a view's offset")

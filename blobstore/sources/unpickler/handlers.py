@@ -107,7 +107,7 @@ def _text_float(state: State, position: int) -> tuple[float, int]:
 
 def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
     line, end = state.line(position)
-    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
+    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:
         raise CheckpointDamaged("a string is not in quotes")
     if _ESCAPED(line[1:-1]) is None:
         raise CheckpointDamaged("a string has an escape that Python 2 does not write")
