@@ -193,7 +193,7 @@ def test_a_misspelled_scheme_is_named_with_the_right_one(
         (("unpack", "{}"), 2),
         (("export", "{}", "x"), 2),
         (("compare", "dense", "{}"), 2),
-        (("repair", "dense", "--from", "{}"), 3),
+        (("repair", "dense", "--from", "{}"), 2),
         (("freeze", "{}"), 2),
         (("history", "{}"), 2),
         (("tag", "dense", "{}"), 2),
