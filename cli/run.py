@@ -132,7 +132,7 @@ def command(
     ]
     if unused:
         files = [it for it in unused if it.startswith(llama_cpp.FOLDER)]
-        advice = f"; 'blobstore cat {model} {files[0]}' prints that file" if files else ""
+        advice = f"; {cli_command('cat', model, files[0])} prints that file" if files else ""
         output.show_note(f"{server.name} has no option for {', '.join(unused)}{advice}")
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
