@@ -556,8 +556,14 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
             )
     what = "has no weight files" if tree.entries() else "is empty"
     advice = ""
-    if deeper := next((name for name in names if name.endswith(".safetensors")), None):
-        advice = f"{tree.label(str(PurePath(deeper).parent))} has some"
+    if deeper := dict.fromkeys(
+        str(PurePath(name).parent) for name in names if name.endswith(".safetensors")
+    ):
+        advice = f"{tree.label(next(iter(deeper)))} has some"
+        if len(deeper) > 1 and tree.is_local:
+            advice = (
+                f"{cli_command('create', '--all', tree.place)} imports each folder that has some"
+            )
     elif others := [it for it in names if not is_kept(it.rpartition("/")[2])]:
         largest = max(others, key=lambda it: tree.size(it) or 0)
         kind = kind_of(tree.head(largest) or b" ")

@@ -202,6 +202,12 @@ def folder_of_models(folder: Path, _: LocalStore) -> Case:
     return Case("cli/show_path.py", ["show", folder / ODD])
 
 
+def steps_of_a_run(folder: Path, _: LocalStore) -> Case:
+    for step in (2, 4):
+        _folder(folder / ODD / f"checkpoint-{step}")
+    return Case("blobstore/sources/selection.py", ["create", folder / ODD], 1)
+
+
 def frozen_model(folder: Path, store: LocalStore) -> Case:
     put(store, "m", {"x": 1})
     run("freeze", "m")
@@ -298,6 +304,7 @@ CASES: Sequence[Prepare] = (
     several_quantizations,
     other_quantizations,
     folder_of_models,
+    steps_of_a_run,
     frozen_model,
     damaged_manifest,
     model_of_a_store_in_the_folder_of_ollama,
