@@ -11,6 +11,7 @@ from blobstore.cli import arguments, options
 from blobstore.cli.cp import naming_options, show_named
 from blobstore.core.escape import quote_place
 from blobstore.errors import UsageError
+from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from blobstore.cli.output import Output
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 def command(
     name: str, tag: str, store: LocalStore, force: bool, plain_http: bool | None, out: Output
 ) -> None:
-    """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names.
+    """Give the model NAME the additional tag TAG, or the name MODEL:TAG.
 
     NAME may be the address of a model elsewhere, such as oci://host/repository:tag: the tag is added
     there.
     """
     from blobstore.remotes.addresses import is_address
 
-    if "/" in tag:
+    is_name = ":" in tag and not (is_address(name) or is_address(tag))
+    if "/" in tag and not is_name:
         raise UsageError(
             f"{quote_place(tag)} is no tag",
             advice="give the tag alone; 'blobstore cp' takes complete names of the store",
@@ -45,5 +47,6 @@ def command(
     from blobstore.operations.maintenance.names import copy_model
 
     model = arguments.model(store, name)
-    named = copy_model(model, replace(model, tag=tag), store=store, force=force)
+    target = Reference.parse(tag) if is_name else replace(model, tag=tag)
+    named = copy_model(model, target, store=store, force=force)
     show_named(named, "copied", out)

@@ -22,13 +22,23 @@ def test_moves_a_tag_by_force_only(stored: LocalStore, moe: Path) -> None:
     assert models[0]["digest"] == models[1]["digest"]
 
 
+def test_takes_a_name_with_its_tag_too(stored: LocalStore) -> None:
+    run("tag", "dense", "dense:best")
+    run("tag", "dense:best", "team/other:v1")
+    assert list(map(str, stored.references()))[:3] == [
+        "dense:best",
+        "dense:latest",
+        "team/other:v1",
+    ]
+
+
 def test_an_invalid_tag_is_wrong_usage(stored: LocalStore) -> None:
-    for tag in ("../x", "a:b", "", "n/m", ".hidden"):
+    for tag in ("../x", "a:b:c", "", "n/m", ".hidden"):
         assert "tag" in run("tag", "dense", tag, exit_code=2).stderr
     run("tag", "dens", "x", exit_code=3)
 
 
 def test_an_address_is_no_tag(stored: LocalStore) -> None:
-    for tag in ("dense:v2", "team/dense", "s3://models/dense:v2"):
+    for tag in ("team/dense", "s3://models/dense:v2"):
         error = run("tag", "dense", tag, exit_code=2).stderr
     assert "'s3://models/dense:v2' is no tag; give the tag alone" in error
