@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ _GGUF: Final = {
     media_types.ADAPTER: "adapter",
     media_types.DRAFT: "mtp-draft",
 }
+_KIND: Final = re.compile(r".*[./]", re.DOTALL)
 _ENDINGS: Final = {"params": ".json", "messages": ".json"}
 
 
@@ -30,15 +32,23 @@ def ollama_files(manifest: Manifest) -> Iterator[tuple[str, Descriptor]]:
     yield CONFIG, manifest.config
     parts = len(manifest.layers_of(media_types.MODEL))
     counts: Counter[str] = Counter()
+    taken: set[str] = set()
     for layer in manifest.layers:
-        kind = layer.media_type.rpartition(".")[2]
-        counts[kind] += 1
-        suffix = f"-{counts[kind]}" if counts[kind] > 1 else ""
-        if layer.media_type == media_types.MODEL and parts > 1:
-            yield f"model-{counts[kind]:05}-of-{parts:05}.gguf", layer
-        elif stem := _GGUF.get(layer.media_type):
-            yield f"{stem}{suffix}.gguf", layer
-        elif layer.media_type == media_types.LICENSE:
-            yield f"LICENSE{suffix}", layer
-        else:
-            yield f"ollama/{kind}{suffix}{_ENDINGS.get(kind, '')}", layer
+        counts[layer.media_type] += 1
+        # Kinds such as "a" and "a-2" can have the same names.
+        while (name := _file_name(layer.media_type, counts[layer.media_type], parts)) in taken:
+            counts[layer.media_type] += 1
+        taken.add(name)
+        yield name, layer
+
+
+def _file_name(media_type: str, number: int, parts: int) -> str:
+    if media_type == media_types.MODEL and parts > 1:
+        return f"model-{number:05}-of-{parts:05}.gguf"
+    suffix = f"-{number}" if number > 1 else ""
+    if stem := _GGUF.get(media_type):
+        return f"{stem}{suffix}.gguf"
+    if media_type == media_types.LICENSE:
+        return f"LICENSE{suffix}"
+    kind = _KIND.sub("", media_type)
+    return f"ollama/{kind}{suffix}{_ENDINGS.get(kind, '')}"

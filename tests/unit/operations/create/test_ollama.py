@@ -147,3 +147,41 @@ def test_a_folder_that_is_not_there_is_said(
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
     with pytest.raises(SourceNotFound, match="none'; set OLLAMA_MODELS"):
         create("ollama://m", "m", store=store)
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    [
+        "application/octet-stream",
+        "application/vnd.x/y",
+        "x.a/../../../evil",
+        "x./etc/evil",
+        "x..",
+        "x.",
+        "x.config",
+        "x.manifest",
+        "x.manifest.json",
+        "x." + "n" * 300,
+        "x.a\x1b[2J",
+        "x.PARAMS",
+    ],
+)
+def test_a_layer_of_any_type_is_kept_or_refused(
+    ollama: LocalStore, store: LocalStore, media_type: str, tmp_path: Path
+) -> None:
+    add_gguf_model(ollama, "odd", others={media_type: b"bytes of the layer"})
+    try:
+        create("ollama://odd", "m", store=store)
+    except UnsupportedSource as error:
+        assert str(error).isprintable()
+        return
+    layers = store.resolve("m").layers_of(media_types.FILE, media_types.JSON)
+    assert b"bytes of the layer" in [store.read_blob(*layer.id) for layer in layers]
+
+
+def test_layers_get_names_that_no_other_layer_has(ollama: LocalStore, store: LocalStore) -> None:
+    types = ["x.a", "y.a", "z.a-2", "x/a", "x.a-3"]
+    add_gguf_model(ollama, "odd", others={one: one.encode() for one in types})
+    create("ollama://odd", "m", store=store)
+    layers = store.resolve("m").layers_of(media_types.FILE, media_types.JSON)
+    assert {one.encode() for one in types} <= {store.read_blob(*layer.id) for layer in layers}
