@@ -20,7 +20,6 @@ MODEL: Final = "application/vnd.ollama.image.model"
 PROJECTOR: Final = "application/vnd.ollama.image.projector"
 ADAPTER: Final = "application/vnd.ollama.image.adapter"
 DRAFT: Final = "application/vnd.ollama.image.draft"
-MESSAGES: Final = "application/vnd.ollama.image.messages"
 GGUF: Final = (MODEL, PROJECTOR, ADAPTER)
 """The layers that are GGUF files; they have no names."""
 WEIGHTS: Final = (TENSOR, *GGUF)

@@ -48,4 +48,4 @@ def test_ollama_s_own_layers_have_its_types(kind: str) -> None:
 
 
 def test_no_two_types_are_the_same() -> None:
-    assert len(set(TYPES.values())) == len(TYPES) == 16
+    assert len(set(TYPES.values())) == len(TYPES) == 15

@@ -70,7 +70,7 @@ def test_the_source_is_the_model_of_ollama(ollama: LocalStore, store: LocalStore
     ("media_type", "text"),
     [
         (media_types.SYSTEM, b"You are a pirate."),
-        (media_types.MESSAGES, b'[{"role":"user","content":"Hello"}]'),
+        ("application/vnd.ollama.image.messages", b'[{"role":"user","content":"Hello"}]'),
         (media_types.LICENSE, b"third license"),
         (media_types.ADAPTER, ADAPTER),
     ],

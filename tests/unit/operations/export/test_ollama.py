@@ -19,7 +19,7 @@ from tests.support.ollama_store import ADAPTER, PROJECTOR, add_gguf_model
 OTHERS = {
     media_types.ADAPTER: ADAPTER,
     media_types.SYSTEM: b"You are a pirate.",
-    media_types.MESSAGES: b'[{"role":"user","content":"Hello"}]',
+    "application/vnd.ollama.image.messages": b'[{"role":"user","content":"Hello"}]',
     "application/vnd.ollama.image.new": b"of a later version",
 }
 
