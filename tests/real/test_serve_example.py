@@ -321,7 +321,8 @@ def test_a_truncated_blob_ends_the_server_with_a_last_word(models: Models, tmp_p
             os.truncate(path, 0)
         with pytest.raises(ConnectionError):
             server.ask("POST", COMPLETIONS, {"prompt": PROMPT})
-        assert server.process.wait() == -signal.SIGBUS
+        # While one of torch's threads reports its fault, another may fault.
+        assert server.process.wait() in {-signal.SIGBUS, -signal.SIGSEGV}
     assert "Fatal Python error: Bus error\n" in (tmp_path / "server" / "log").read_text()
 
 

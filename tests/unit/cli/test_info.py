@@ -75,6 +75,8 @@ def test_reads_license_and_base_from_cards_and_configs(
 ) -> None:
     (dense / "config.json").write_bytes(b"{}")
     (dense / file).write_bytes(content)
+    if file == "adapter_config.json":  # which goes with the weights of an adapter only
+        (dense / "model.safetensors").rename(dense / "adapter_model.safetensors")
     run("create", dense, "dense")
 
     assert run_json("info", "dense")[key] == value

@@ -840,9 +840,9 @@ def test_a_download_that_fails_is_continued_by_the_next_import(
     assert failed.code == 1, failed.stderr
     repo.statuses.clear()
     assert client.run(*create).code == 0
-    # The first import had the files by which others are chosen; of the others, it may have had some.
+    # The first import had the file by which others are chosen; of the others, it may have had some.
     requests = client.server.requests
-    assert requests[f"GET /org/model/resolve/{repo.commit}/config.json"] == 1
+    assert requests[f"HEAD /org/model/resolve/{repo.commit}/model.safetensors.index.json"] == 1
 
 
 def test_a_file_that_was_damaged_on_the_way_is_fetched_again_by_the_next_import(

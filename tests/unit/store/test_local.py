@@ -258,7 +258,7 @@ def test_a_path_that_was_taken_for_a_name_is_explained(
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "models" / "n:v1").touch()
     for name in ("models/m", "models/n:v1"):
-        with pytest.raises(ModelNotFound, match=f"NAME' imports the path '{name}'"):
+        with pytest.raises(ModelNotFound, match=f"'blobstore create {name}' imports what is there"):
             store.resolve(Reference.parse(name))
 
 
