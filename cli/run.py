@@ -221,9 +221,10 @@ def _words(server: _Server) -> list[str]:
         return [sys.executable, "-m", first, *rest] if all(map(find_spec, server.modules)) else []
     program = shutil.which(first)
     # The modules of this Python have a program next to it, also if what the server needs is missing.
-    own = os.path.dirname(sys.executable)  # noqa: PTH120 - as text
-    is_own = program is not None and server.reads == "folder" and os.path.dirname(program) == own  # noqa: PTH120
-    return [] if program is None or is_own else [program, *rest]
+    if program is None:
+        return []
+    is_own = server.reads == "folder" and Path(program).parent == Path(sys.executable).parent
+    return [] if is_own else [program, *rest]
 
 
 def _option(words: Sequence[str], name: str, default: object) -> object:

@@ -30,7 +30,7 @@ class Expiring(Generic[_Key, _Value]):
         return len(self._values)
 
     def get(self, key: _Key) -> _Value | None:
-        """Return the value of a key, or None if there is none or it has expired."""
+        """Return the value of a key; None if it is absent or expired."""
         value, until = self._values.get(key, (None, 0.0))
         return value if time.monotonic() < until else None
 
@@ -39,5 +39,5 @@ class Expiring(Generic[_Key, _Value]):
         bounded(self._values, self._most)[key] = value, time.monotonic() + seconds
 
     def pop(self, key: _Key) -> _Value | None:
-        """Forget the value of a key and return it, expired or not; None if there is none."""
+        """Remove a key and return its value, even an expired one; None if it is absent."""
         return self._values.pop(key, (None, 0.0))[0]

@@ -126,7 +126,7 @@ class Library:
         )
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return the model that a name stands for in the store, or None if there is none.
+        """Return the model of a name; None if the name does not exist.
 
         Raises:
             NotPrepared: it was not asked for since it changed.

@@ -125,7 +125,7 @@ class Visible:
         return commit if revision == named else revision
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return the model that a name stands for, or None if there is none.
+        """Return the model of a name; None if the name does not exist.
 
         Raises:
             NotPrepared: it was not asked for since it changed.

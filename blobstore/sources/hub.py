@@ -515,7 +515,7 @@ def _bar_class(count: _FileCount) -> Any:
 def _fault_of(
     link: Path, file: ListedFile, cache: str, opener: Opener, report: Callable[[int], None]
 ) -> str | None:
-    """Return the fault of a file of a cache, if not empty, and what to do about it; None if there is none."""
+    """Return what is wrong with a file and what to do about it; None if it is intact. ``cache`` may be empty."""
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
     if cache and not path.is_relative_to(cache):
         # The advice is to remove the link: its target is not part of the cache.

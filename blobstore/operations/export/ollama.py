@@ -34,7 +34,7 @@ def export_to_ollama(
 
     Args:
         reference: the name, which it has in the folder too.
-        folder: the folder, such as ``~/.ollama/models``; it is made if there is none.
+        folder: Ollama's folder, such as ``~/.ollama/models``. A missing folder is made.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: replace another model that has the name there.
         progress: called with the layer, bytes done and total bytes.
