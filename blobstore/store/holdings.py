@@ -41,8 +41,11 @@ class Holdings:
         """The number of names that keep each blob; the cache counts as one."""
 
     def freed(self, references: Iterable[Reference]) -> set[Digest]:
-        """Return the blobs that nothing keeps once these names are removed."""
-        found = Counter(chain.from_iterable(self.of[name] for name in set(references)))
+        """Return the blobs that nothing keeps once these names are removed.
+
+        A name that is not among the entries, because somebody has removed it since, frees nothing.
+        """
+        found = Counter(chain.from_iterable(self.of.get(name, ()) for name in set(references)))
         return {digest for digest, count in found.items() if count == self.counts[digest]}
 
 

@@ -107,3 +107,10 @@ def test_blobs_of_cached_remote_models_are_freed_by_no_removal(
     assert labels == ["shared with the cache of remote models"]
     assert (told.blobs, told.size) == removed(store, ("alone:latest",)) == (0, 0)
     assert measure_usage(store=store).unreferenced.files == 0
+
+
+def test_a_name_that_is_removed_meanwhile_frees_nothing(filled: LocalStore) -> None:
+    entries = read_entries(filled, ["alone", "one"])
+    left, gone = entries[0], entries[1].reference
+
+    assert Holdings(filled, [left]).freed([gone]) == set()
