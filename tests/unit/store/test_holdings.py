@@ -109,7 +109,7 @@ def test_blobs_of_cached_remote_models_are_freed_by_no_removal(
     assert measure_usage(store=store).unreferenced.files == 0
 
 
-def test_a_name_that_is_removed_meanwhile_frees_nothing(filled: LocalStore) -> None:
+def test_a_name_that_another_process_removed_frees_nothing(filled: LocalStore) -> None:
     entries = read_entries(filled, ["alone", "one"])
     left, gone = entries[0], entries[1].reference
 
