@@ -30,6 +30,11 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
+    "--sample",
+    metavar="SHARE",
+    help="Hash a part of the blobs: 5% at random, or the second of seven parts, 2/7.",
+)
+@click.option(
     "--remote",
     metavar="REMOTE",
     type=arguments.REMOTE,
@@ -59,6 +64,7 @@ def command(
     names: tuple[str, ...],
     store: LocalStore,
     quick: bool,
+    sample: str | None,
     remote: str | None,
     rate: int | None,
     signatures: bool,
@@ -70,7 +76,8 @@ def command(
     """Hash and parse every blob of the models NAME, or of all models.
 
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
-    removed during the run is not a fault. Without NAME, it is a fault if manifests seem to be lost,
+    removed during the run is not a fault. With --sample, the other blobs are checked as with --quick.
+    Without NAME, it is a fault if manifests seem to be lost,
     judged by the blobs that are there. With --signatures, an invalid signature is a fault, and so
     is a model that the policy refuses. A folder of manifests that cannot be read is reported, and the
     exit code is 1 unless there are faults.
@@ -78,6 +85,7 @@ def command(
     If the only NAME is an address, or with --remote, every byte of the model there is fetched and
     hashed, and nothing is written: a registry may send other bytes than those that were pushed. The
     address of a store in object storage, of a registry or of repositories stands for all models there.
+    There, --sample fetches no other blobs.
     """
     names, remote = _remote_of(names, remote)
     if remote is not None:
@@ -85,7 +93,7 @@ def command(
             raise click.UsageError(
                 "--remote cannot be combined with NAME, --quick, --jobs or --signatures"
             )
-        _verify_remote(ctx, remote, rate, plain_http, out)
+        _verify_remote(ctx, remote, sample, rate, plain_http, out)
         return
     if keys and not signatures:
         raise click.UsageError("--key needs --signatures")
@@ -99,6 +107,7 @@ def command(
             chosen,
             store=store,
             quick=quick,
+            sample=sample,
             rate=rate,
             jobs=jobs,
             progress=progress,
@@ -111,7 +120,7 @@ def command(
         signed = check_signatures(
             chosen, keys=keys, store=store, on_error=lambda _: None
         )  # verify_models has collected these errors
-    data = output.record(verified, "models blobs bytes_read seconds") | {
+    data = output.record(verified, "models blobs hashed bytes_read seconds") | {
         "faults": output.records(verified.faults, FAULT_FIELDS),
         "unreadable": list(map(str, unreadable)),
     }
@@ -141,13 +150,22 @@ def _remote_of(names: tuple[str, ...], remote: str | None) -> tuple[tuple[str, .
 
 
 def _verify_remote(
-    ctx: click.Context, remote: str, rate: int | None, plain_http: bool | None, out: Output
+    ctx: click.Context,
+    remote: str,
+    sample: str | None,
+    rate: int | None,
+    plain_http: bool | None,
+    out: Output,
 ) -> None:
     from blobstore.operations.transfer.verify_remote import verify_remote
 
     with progress_bar() as progress:
-        verified = verify_remote(remote, limit_rate=rate, plain_http=plain_http, progress=progress)
-    work = output.record(verified, "remote digest models blobs cold_blobs bytes_read seconds")
+        verified = verify_remote(
+            remote, sample=sample, limit_rate=rate, plain_http=plain_http, progress=progress
+        )
+    work = output.record(
+        verified, "remote digest models blobs hashed cold_blobs bytes_read seconds"
+    )
     out.result(
         work | {"faults": output.records(verified.faults, FAULT_FIELDS)},
         _as_text(verified, quick=False, cold_blobs=verified.cold_blobs),
@@ -162,10 +180,11 @@ def _verify_remote(
 def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: int = 0) -> str:
     rate = int(verified.bytes_read / max(verified.seconds, 1e-3))
     time = render.human_seconds(verified.seconds)
+    share = f"{verified.hashed:,} of them hashed, " if verified.hashed < verified.blobs else ""
     work = (
         f"sizes and headers only, {time}"
         if quick
-        else f"{render.human_bytes(verified.bytes_read)} read in {time}, "
+        else f"{share}{render.human_bytes(verified.bytes_read)} read in {time}, "
         f"{render.human_bytes(rate)}/s"
     )
     forms = f" and {render.count_of(cold_blobs, 'compressed form')}" if cold_blobs else ""

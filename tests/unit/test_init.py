@@ -60,7 +60,7 @@ sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progres
 sync(models, *, store, check, replace_others, streams, limit_rate, jobs, plain_http, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
 unpack(path, references, *, store, signatures, force, jobs, progress)
-verify(references, *, store, quick, rate, jobs, progress, on_error)
+verify(references, *, store, quick, sample, rate, jobs, progress, on_error)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel

@@ -23,6 +23,7 @@ from blobstore.core import interrupts, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.sample import ALL, NONE, Sample
 from blobstore.core.workers import check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -79,6 +80,8 @@ class Verified:
     models: int = 0
     blobs: int = 0
     """Blobs that were checked. A blob that several models share counts once."""
+    hashed: int = 0
+    """Those of them whose bytes were read."""
     bytes_read: int = 0
     seconds: float = 0.0
     faults: tuple[Fault, ...] = ()
@@ -91,6 +94,7 @@ def verify_models(
     *,
     store: StoreLike = None,
     quick: bool = False,
+    sample: str | None = None,
     rate: float | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -110,6 +114,8 @@ def verify_models(
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         quick: check sizes and headers only, and the content of the config and other files that must
             be parsed anyway.
+        sample: the blobs to hash; the others are checked as by ``quick``. ``"5%"`` chooses other blobs each
+            time, ``"2/7"`` the second of seven parts.
         rate: the most bytes per second to read, by all threads together.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
@@ -122,15 +128,18 @@ def verify_models(
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store cannot be listed.
-        UsageError: ``jobs`` is below 1, or ``rate`` is not above 0 or given together with ``quick``.
+        UsageError: ``jobs`` is below 1, ``rate`` is not above 0, ``sample`` is no sample, or one of the latter
+            is given together with ``quick``.
     """
     started = time.monotonic()
     check_jobs(jobs)
-    if quick and rate is not None:
-        raise UsageError("a rate cannot be combined with a quick check, which hashes nothing")
+    if quick and (rate is not None or sample is not None):
+        what = "a rate" if rate is not None else "a sample"
+        raise UsageError(f"{what} cannot be combined with a quick check, which hashes nothing")
     store = LocalStore.of(store)
     limiter = None if rate is None else RateLimiter(rate)
-    check = _BlobCheck(store, jobs, progress, limiter, is_quick=quick)
+    hashed = NONE if quick else ALL if sample is None else Sample.parse(sample)
+    check = _BlobCheck(store, jobs, progress, limiter, hashed)
     names = Reference.all_of(references)
     is_whole = not names
     must_exist, is_first = bool(names), True
@@ -158,6 +167,7 @@ def verify_models(
     return Verified(
         models=len(faults),
         blobs=len(check.seen),
+        hashed=sum(key.digest in hashed for key in check.seen),
         bytes_read=check.bytes_read,
         seconds=time.monotonic() - started,
         faults=every,
@@ -186,14 +196,13 @@ class _BlobCheck:
         jobs: int | None,
         progress: Progress | None,
         limiter: RateLimiter | None,
-        *,
-        is_quick: bool,
+        sample: Sample,
     ) -> None:
         self._store = store
         self._jobs = jobs
         self._progress = progress
         self._limiter = limiter
-        self._is_quick = is_quick
+        self._sample = sample
         # By size too: layers of one manifest may contradict each other about the size.
         self.seen: dict[BlobId, Descriptor] = {}
         self.damaged: dict[BlobId, BlobstoreError] = {}
@@ -239,16 +248,15 @@ class _BlobCheck:
         self.seen |= blobs
         for key in blobs:
             self.damaged.pop(key, None)
-        if self._is_quick:
-            for key, blob in blobs.items():
-                try:
-                    self._store.check_size(blob.digest, blob.size, as_base=as_bases)
-                    if self._store.has_cold(blob.digest):  # false if the folder cannot be read
-                        with contextlib.suppress(BlobMissing):  # thawed since
-                            self._store.open_cold(blob.digest, blob.size)
-                except BlobstoreError as error:
-                    self.damaged[key] = error
-            return
+        hashed = [blob for key, blob in blobs.items() if key.digest in self._sample]
+        for key in blobs.keys() - {blob.id for blob in hashed}:
+            try:
+                self._store.check_size(*key, as_base=as_bases)
+                if self._store.has_cold(key.digest):  # false if the folder cannot be read
+                    with contextlib.suppress(BlobMissing):  # thawed since
+                        self._store.open_cold(*key)
+            except BlobstoreError as error:
+                self.damaged[key] = error
         before = self.bytes_read
 
         def count(what: str, done: int, total: int) -> None:
@@ -258,7 +266,7 @@ class _BlobCheck:
 
         found = damaged_blobs(
             self._store,
-            list(blobs.values()),
+            hashed,
             jobs=self._jobs,
             progress=count,
             verified=VerifiedBlobs(self._store),

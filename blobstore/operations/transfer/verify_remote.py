@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.sample import ALL, Sample
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -69,6 +70,8 @@ class VerifiedRemote:
     """Of the manifest there; None for several models."""
     blobs: int
     """Blobs of the model, or of all models together."""
+    hashed: int
+    """Those of them that were read."""
     cold_blobs: int
     """Blobs of which the registry has a compressed form too."""
     bytes_read: int
@@ -82,6 +85,7 @@ class VerifiedRemote:
 def verify_remote(
     remote: str | RemoteReference,
     *,
+    sample: str | None = None,
     streams: int = STREAMS,
     limit_rate: float | None = None,
     plain_http: bool | None = None,
@@ -92,6 +96,8 @@ def verify_remote(
     Args:
         remote: the address, as for :func:`pull_model`, or that of a store in object storage, a registry or
             repositories: all models there are read then, and each blob once in each repository.
+        sample: the blobs to read, and none of the others: ``"5%"`` chooses other blobs each time, ``"2/7"`` the
+            second of seven parts.
         streams: number of blobs that are read at once.
         limit_rate: maximum number of bytes per second.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
@@ -106,6 +112,7 @@ def verify_remote(
     """
     started = time.monotonic()
     check_jobs(streams)
+    hashed = ALL if sample is None else Sample.parse(sample)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
     place: ObjectStore | None = None
     is_registry = False
@@ -134,6 +141,7 @@ def verify_remote(
             (_place(source), blob.id): (source, blob)
             for source, (blobs, layers) in zip(sources, read, strict=True)
             for blob in (*blobs, *layers)
+            if blob.digest in hashed
         }
         workers = WorkerPool(streams, progress, sum(blob.size for _, blob in jobs.values()))
 
@@ -142,10 +150,12 @@ def verify_remote(
                 source.client.abort()
 
         results = workers.run(list(jobs.values()), lambda job: _verify(*job, workers), abort)
+    every = {blob.digest for blobs, _ in read for blob in blobs}
     return VerifiedRemote(
         remote=address,
         digest=digest,
-        blobs=len({blob.digest for blobs, _ in read for blob in blobs}),
+        blobs=len(every),
+        hashed=sum(digest in hashed for digest in every),
         cold_blobs=len({blob.digest for _, layers in read for blob in layers}),
         bytes_read=sum(
             blob.size for (_, blob), fault in zip(jobs.values(), results, strict=True) if not fault

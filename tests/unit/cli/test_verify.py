@@ -103,6 +103,18 @@ def test_refuses_a_rate_for_a_quick_check(stored: LocalStore) -> None:
     run("verify", "--quick", "--max-rate", "1MB/s", exit_code=2)
 
 
+def test_a_sample_says_how_many_blobs_were_hashed(stored: LocalStore) -> None:
+    found = [run_json("verify", "--sample", f"{part}/3") for part in (1, 2, 3)]
+    assert sum(one["hashed"] for one in found) == found[0]["blobs"]
+    assert f" {found[1]['hashed']} of them hashed, " in run("verify", "--sample", "2/3").stdout
+
+
+@pytest.mark.parametrize("share", ["0%", "101%", "5", "0/7", "8/7", "1/0", "half", "nan%"])
+def test_rejects_invalid_samples(share: str, stored: LocalStore) -> None:
+    error = run("verify", "--sample", share, exit_code=2).stderr
+    assert f"'{share}' is not a sample such as 5% or 2/7" in error
+
+
 def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
     # One byte per second: without the interrupt this would take an hour.
     process = subprocess.Popen(

@@ -431,6 +431,36 @@ def test_a_rate_slows_all_threads_together(
     assert sum(spent) == verified.bytes_read > 0
 
 
+def test_the_parts_of_a_store_are_hashed_each_once(store: LocalStore) -> None:
+    whole = verify_models(store=store)
+    parts = [verify_models(store=store, sample=f"{part}/3") for part in (1, 2, 3)]
+    assert {one.blobs for one in parts} == {whole.blobs}
+    assert all(0 < one.hashed < whole.blobs for one in parts)
+    assert sum(one.hashed for one in parts) == whole.hashed == whole.blobs
+    assert sum(one.bytes_read for one in parts) == whole.bytes_read
+
+
+def test_a_blob_is_at_fault_in_its_own_part_alone_and_a_missing_one_in_each(
+    store: LocalStore,
+) -> None:
+    flip(blob_path(store, PLAIN))
+    blob_path(store, "mask").unlink()
+    found = [verify_models(store=store, sample=f"{part}/3").faults for part in (1, 2, 3)]
+    layers = sorted(fault.layer for faults in found for fault in faults)
+    assert layers == ["mask", "mask", "mask", PLAIN]
+
+
+def test_a_sample_of_all_blobs_is_the_whole_check(store: LocalStore) -> None:
+    flip(blob_path(store, PLAIN))
+    whole, sampled = verify_models(store=store), verify_models(store=store, sample="100%")
+    assert (sampled.faults, sampled.hashed) == (whole.faults, whole.hashed)
+
+
+def test_refuses_a_sample_without_hashing(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="a sample cannot be combined with a quick check"):
+        verify_models(store=store, quick=True, sample="5%")
+
+
 def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
     with pytest.raises(UsageError, match="a rate cannot be combined with a quick check"):
         verify_models(store=store, quick=True, rate=1e6)

@@ -52,6 +52,17 @@ def test_every_byte_of_an_intact_model_is_read(
     assert seen[-1] == (size, size)
 
 
+def test_a_part_of_the_blobs_is_read_and_nothing_of_the_others(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    parts = [verify_remote(remote, sample=f"{part}/2") for part in (1, 2)]
+    blobs = origin.resolve("a").blobs
+    assert [part.blobs for part in parts] == [len(blobs)] * 2
+    assert sum(part.hashed for part in parts) == len(blobs)
+    assert registry.sent.total() == sum(part.bytes_read for part in parts)
+    assert registry.sent.total() == sum(blob.size for blob in blobs)
+
+
 def test_each_damaged_blob_is_a_fault(
     remote: str, origin: LocalStore, registry: StubRegistry
 ) -> None:
