@@ -17,13 +17,14 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged
+from blobstore.serve.messages import StoredPart
 from blobstore.store.blobs import ADVICE
 from blobstore.store.verified_cache import cold_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from blobstore.serve.messages import BlobPart, StoredPart
+    from blobstore.serve.messages import BlobPart
     from blobstore.store.cold import ColdBlob
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
@@ -104,16 +105,37 @@ class BlobReader:
         with self._cache() as cache:
             return self._verify(cache, digest, size)
 
-    def _verify(self, cache: VerifiedBlobs, digest: Digest, size: int) -> object:
+    def verify_again(self, part: BlobPart | StoredPart) -> None:
+        """Hash a blob that could not be sent, although it was found intact before.
+
+        Raises as :meth:`verify`.
+        """
+        if isinstance(part, StoredPart):  # its digest is that of another form
+            descriptor = self.open_stored(part)
+            try:
+                self._digest(self._store.cold_path(part.digest), descriptor, part.size)
+            finally:
+                os.close(descriptor)
+            return
+        self._intact.pop(part.digest.hex, None)
+        with self._cache() as cache:
+            try:
+                self._verify(cache, part.digest, part.size, uses_cache=False)
+            finally:
+                cache.save()  # at once, because the next check reads it
+
+    def _verify(
+        self, cache: VerifiedBlobs, digest: Digest, size: int, *, uses_cache: bool = True
+    ) -> object:
         try:
             descriptor = self._store.open_hot(digest, size)
         except BlobMissing:
             if not self._store.has_cold(digest):
                 raise
-            return self._verify_cold(cache, digest, size)
+            return self._verify_cold(cache, digest, size, uses_cache=uses_cache)
         try:
             before = FileVersion.of_status(os.fstat(descriptor))
-            if not cache.has(digest, size):
+            if not (uses_cache and cache.has(digest, size)):
                 with cache.noting(digest):
                     self._hash(descriptor, digest, size)
             # Only if it did not change in the meantime, so that the verdict is about this version.
@@ -124,10 +146,12 @@ class BlobReader:
         self._save(cache)
         return before
 
-    def _verify_cold(self, cache: VerifiedBlobs, digest: Digest, size: int) -> object:
+    def _verify_cold(
+        self, cache: VerifiedBlobs, digest: Digest, size: int, *, uses_cache: bool
+    ) -> object:
         # The checksums of chunks find accidents. Only the digest says that the bytes are those of the blob.
         blob, before = cache.open_cold(digest, size)
-        if not cache.has_cold(digest, size):
+        if not (uses_cache and cache.has_cold(digest, size)):
             try:
                 blob.check()
             except Damaged:
@@ -154,14 +178,20 @@ class BlobReader:
             self._intact[digest.hex] = state
 
     def _hash(self, descriptor: int, digest: Digest, size: int) -> None:
-        blob = f"blob {quote(self._store.blob_path(digest))}"
+        path = self._store.blob_path(digest)
+        found = self._digest(path, descriptor, size)
+        if found != digest:
+            message = f"blob {quote(path)} is damaged: its bytes have digest {found}"
+            raise BlobDamaged(message, advice=ADVICE)
+
+    def _digest(self, path: str, descriptor: int, size: int) -> Digest:
         try:
             found = Digest.of_pieces(_pieces(descriptor, size))
         except OSError as error:  # a disk that has lost the bytes is no better than wrong ones
-            raise BlobDamaged(f"{blob} cannot be read: {error.strerror}", advice=ADVICE) from error
+            message = f"blob {quote(path)} cannot be read: {error.strerror}"
+            raise BlobDamaged(message, advice=ADVICE) from error
         self._on_verified(size)
-        if found != digest:
-            raise BlobDamaged(f"{blob} is damaged: its bytes have digest {found}", advice=ADVICE)
+        return found
 
     def cold_pieces(self, part: BlobPart) -> Iterator[bytes]:
         """Yield a range of a cold blob. Each piece is decoded, and checked, when it is asked for.

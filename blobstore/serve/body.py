@@ -107,6 +107,12 @@ class BodySender:
                         await self._send_file(
                             descriptor, part.begin, end, writer, transport, on_sent
                         )
+            except (BlobstoreError, OSError) as error:
+                is_of_client = isinstance(error, ConnectionError | TimeoutError)
+                if not is_of_client and not transport.is_closing():
+                    key = type(part), part.digest
+                    await self._verifications.result(key, self._blobs.verify_again, part)
+                raise
             finally:
                 if descriptor is not None:
                     os.close(descriptor)

@@ -174,22 +174,78 @@ def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
         reader.open_stored(stored)
 
 
-def test_a_blob_that_the_disk_cannot_read_is_damaged(
-    store: LocalStore, reader: BlobReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store, "model", {"a": 1})
-    part = part_of(store, "model", "a")
-    blob, read = Path(store.blob_path(part.digest)).stat(), os.pread
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[os.stat_result]:
+    """The files that the disk cannot read."""
+    files, read = list[os.stat_result](), os.pread
 
-    def broken(descriptor: int, count: int, offset: int) -> bytes:
-        if os.path.samestat(os.fstat(descriptor), blob):
+    def pread(descriptor: int, count: int, offset: int) -> bytes:
+        if any(os.path.samestat(os.fstat(descriptor), file) for file in files):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, count, offset)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", broken)
-        with pytest.raises(BlobDamaged, match="cannot be read: Input/output error"):
-            reader.verify(part.digest, part.size)
+    monkeypatch.setattr(os, "pread", pread)
+    return files
+
+
+def test_a_blob_that_the_disk_cannot_read_is_damaged(
+    store: LocalStore, reader: BlobReader, broken: list[os.stat_result]
+) -> None:
+    put(store, "model", {"a": 1})
+    part = part_of(store, "model", "a")
+    broken.append(Path(store.blob_path(part.digest)).stat())
+    with pytest.raises(BlobDamaged, match="cannot be read: Input/output error"):
+        reader.verify(part.digest, part.size)
     assert not is_verified(reader, part)
+    broken.clear()
     reader.verify(part.digest, part.size)
     assert is_verified(reader, part)
+
+
+def test_an_intact_blob_that_the_disk_cannot_read_any_more_is_damaged_for_all(
+    store: LocalStore, reader: BlobReader, hashed: list[int], broken: list[os.stat_result]
+) -> None:
+    put(store, "model", {"a": 1})
+    part = part_of(store, "model", "a")
+    reader.verify(part.digest, part.size)
+    reader.save()  # for other processes
+    reader.verify_again(part)
+    assert is_verified(reader, part)
+    assert hashed == [part.size] * 2
+    broken.append(Path(store.blob_path(part.digest)).stat())
+    with pytest.raises(BlobDamaged):
+        reader.verify_again(part)
+    assert not is_verified(reader, part)
+    for again in (reader, BlobReader(store, hashed.append)):
+        with pytest.raises(BlobDamaged):
+            again.verify(part.digest, part.size)
+
+
+def test_a_cold_blob_that_could_not_be_decoded_is_hashed_whatever_is_known_of_it(
+    store: LocalStore, reader: BlobReader, hashed: list[int]
+) -> None:
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    reader.verify(part.digest, part.size)
+    reader.save()
+    reader.verify_again(part)
+    assert is_verified(reader, part)
+    assert hashed == [part.size] * 2
+
+
+def test_a_cold_file_that_the_disk_cannot_read_any_more_is_damaged(
+    store: LocalStore, reader: BlobReader, broken: list[os.stat_result]
+) -> None:
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    path = Path(store.cold_path(part_of(store, "model", "a").digest))
+    version = FileVersion.of(path)
+    assert version is not None
+    digest = part_of(store, "model", "a").digest
+    stored = StoredPart(digest, version.size, 10, 1, version)
+    reader.verify_again(stored)
+    broken.append(path.stat())
+    with pytest.raises(BlobDamaged, match="cannot be read: Input/output error"):
+        reader.verify_again(stored)
+    assert not open_files(path.parent)

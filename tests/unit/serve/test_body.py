@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.serve import blob_reader
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
 from blobstore.serve.messages import BlobPart
@@ -151,6 +152,53 @@ def test_a_range_of_a_file_is_sent_as_it_is(
         return received, sum(sent)
 
     assert asyncio.run(run()) == (data[10:-10], size - 20)
+
+
+@pytest.mark.parametrize(
+    ("count", "broken", "error"),
+    [
+        (100_000, ("sendfile", "pread"), BlobDamaged),
+        (1000, ("pread",), BlobDamaged),
+        (100_000, ("sendfile",), OSError),
+    ],
+)
+def test_a_blob_that_cannot_be_sent_is_read_again(
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    broken: tuple[str, ...],
+    error: type[Exception],
+) -> None:
+    """That shows whether the disk has lost its bytes, or something else has failed."""
+    data = os.urandom(count)
+    path = Path(store.blob_path(Digest.of(data)))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    monkeypatch.setattr(blob_reader, "_MARGIN_NS", 0)
+    reader, part = BlobReader(store, lambda _: None), BlobPart(Digest.of(data), count, 0, count)
+    reader.verify(part.digest, part.size)
+
+    def fail(*_: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        sender, transport = BodySender(reader), cast("asyncio.Transport", writer.transport)
+        with pytest.raises(error) as caught, theirs:
+            await sender.send([part], cast("Any", writer), transport, lambda _: None)
+        assert caught.type is error
+        sender.close()
+        writer.close()
+
+    with monkeypatch.context() as patch:
+        for name in broken:
+            patch.setattr(os, name, fail)
+        asyncio.run(run())
+    blob = reader.open(part)
+    os.close(cast("int", blob.descriptor))
+    assert blob.is_verified == (error is OSError)
+    assert not open_files(path.parent)
 
 
 def test_a_long_part_is_written_in_pieces(store: LocalStore) -> None:
