@@ -71,8 +71,16 @@ def model_of(call: Call, library: Visible, *, with_digests: bool = False) -> Ser
     raise no_model()
 
 
+def name_asked(call: Call, library: Visible) -> Reference:
+    """Return the name of the version that a request is about; that of its repository if the version has none now."""
+    name, revision = repository(call), library.resolved(call.revision)
+    if _COMMIT.fullmatch(revision):
+        return library.name_at(name, revision) or name
+    return Reference(*name.parts[:3], tag_of(revision))
+
+
 def date_of(name: Reference, library: Visible) -> str:
-    """Return when a name got its model, or the first of its repository that has a date; 1970 if none has one."""
+    """Return when a name got its model, or ``latest`` of its repository did; 1970 if neither is in the store."""
     for reference in (name, any_tag(name)):
         if (modified := library.modified(reference)) is not None:
             moment = datetime.fromtimestamp(modified // 10**9, UTC)
@@ -82,10 +90,8 @@ def date_of(name: Reference, library: Visible) -> str:
 
 def commit_entry(call: Call, model: ServedModel, library: Visible) -> dict[str, Any]:
     """Return a commit in the form in which listings name the last commit of a file."""
-    tag = repository(call)
-    if not _COMMIT.fullmatch(revision := library.resolved(call.revision)):
-        tag = Reference(*tag.parts[:3], tag_of(revision))
-    return {"id": model.commit, "title": f"Store {tag}", "date": date_of(tag, library)}
+    name = name_asked(call, library)
+    return {"id": model.commit, "title": f"Store {name}", "date": date_of(name, library)}
 
 
 # Entries

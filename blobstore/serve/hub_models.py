@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
-from blobstore.serve.hub_files import date_of, file_entry, model_of, page_of, repository
+from blobstore.serve.hub_files import date_of, file_entry, model_of, name_asked, page_of
 from blobstore.serve.messages import json_response
 from blobstore.serve.names import any_tag, name_of, repository_of
 from blobstore.serve.targets import InvalidTarget
@@ -55,7 +55,7 @@ def info(call: Call, library: Visible) -> Response:
                 sizes = {name: lfs[name] for name in ("size", "pointerSize")}
                 sibling["lfs"] = {"sha256": lfs["oid"], **sizes}
         siblings.append(sibling)
-    value = _described(repository(call), model.description, library) | {
+    value = _described(name_asked(call, library), model.description, library) | {
         "_id": model.commit[:24],
         "sha": model.commit,
         "siblings": siblings,

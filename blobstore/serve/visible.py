@@ -152,6 +152,12 @@ class Visible:
                 return self._complete(self._only(found))
         return None
 
+    def name_at(self, repository: Reference, commit: str) -> Reference | None:
+        """Return a name of a version that :meth:`at_commit` has found; None if it has none now."""
+        several = self._library.at_commit(any_tag(repository), commit)
+        shown = self._seen(one.reference for one in several if self.shows(one.origin))
+        return next((one for one in shown if self.modified(one) is not None), None)
+
     def commits(self, repository: Reference) -> Mapping[Reference, str]:
         """Return the commits of the tags of a repository, sorted. Raises NotPrepared."""
         arriving = self._library.arriving_in(repository)

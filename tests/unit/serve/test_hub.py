@@ -462,6 +462,31 @@ def test_a_commit_and_its_files_have_a_date(library: Library) -> None:
     assert {entry["lastCommit"]["date"] for entry in tree} == {commit["date"]}
 
 
+def test_a_version_has_the_date_of_its_own_name(library: Library, store: LocalStore) -> None:
+    copy_model("org/model", "org/tags:v1", store=store)
+    create(
+        write_folder(Path(store.root).parent / "other", moe_tensors()),
+        "org/tags:v2",
+        store=store,
+    )
+    for seconds, tag in enumerate(("v1", "v2")):
+        moment = 1_700_000_000 + seconds
+        os.utime(store.manifest_path(f"org/tags:{tag}"), (moment, moment))
+    for number, tag in enumerate(("v1", "v2")):
+        date = f"2023-11-14T22:13:2{number}.000Z"
+        sha = json_of(ask(library, f"/api/models/org/tags/revision/{tag}"))["sha"]
+        for revision in (tag, sha, f"refs%2Ftags%2F{tag}"):
+            info = json_of(ask(library, f"/api/models/org/tags/revision/{revision}"))
+            assert (info["lastModified"], info["createdAt"]) == (date, date)
+            (commit,) = json_of(ask(library, f"/api/models/org/tags/commits/{revision}"))
+            assert (commit["title"], commit["date"]) == (f"Store org/tags:{tag}", date)
+            tree = json_of(ask(library, f"/api/models/org/tags/tree/{revision}?expand=true"))
+            assert {entry["lastCommit"]["date"] for entry in tree} == {date}
+    assert {one["lastModified"] for one in json_of(ask(library, "/api/models?search=tags"))} == {
+        "2023-11-14T22:13:20.000Z"
+    }
+
+
 def test_access_is_checked_without_a_file(library: Library) -> None:
     assert ask(library, "/api/models/org/model/auth-check").status == 200
     response = ask(library, "/api/models/org/none/auth-check")
