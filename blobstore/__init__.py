@@ -10,6 +10,7 @@ that importing this package costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import pictures
@@ -299,10 +300,15 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
         elif name in _HOMES:
             module, attribute = _HOMES[name]
             value = getattr(import_module(module), attribute)
-            if attribute != name:  # so that help() shows the name that callers use
-                value.__name__, value.__qualname__, value.__module__ = name, name, "blobstore"
+            if isinstance(value, FunctionType):
+                from blobstore.core.public_calls import checked_calls
+
+                value = checked_calls(name, value)
         else:
-            raise AttributeError(f"module 'blobstore' has no attribute {name!r}")
+            from blobstore.core.public_calls import advice_on_name
+
+            advice = "" if name.startswith("_") else advice_on_name(name, __all__)
+            raise AttributeError(f"module 'blobstore' has no attribute {name!r}{advice}")
         globals()[name] = value
         return value
 

@@ -66,6 +66,10 @@ class InvalidReference(UsageError):
     """A text does not match ``[host/][namespace/]model[:tag]``, or a part of it is too long."""
 
 
+class InvalidCall(UsageError, TypeError):
+    """A function was called without an argument that it needs, or with one that it does not have."""
+
+
 class NotFound(BlobstoreError):
     """The requested object does not exist."""
 

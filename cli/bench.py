@@ -100,7 +100,7 @@ def _subject(name: str | None, store: LocalStore) -> str | Path | Reference:
 
     if name is None:
         notes = arguments.store_notes(store)
-        found = [model for model in list_models(store) if model.error is None]
+        found = [model for model in list_models(store=store) if model.error is None]
         if not found:
             raise NotFound("the store has no models", advice=" ".join(notes))
         return max(found, key=lambda model: model.size).reference

@@ -54,7 +54,7 @@ def command(
     from blobstore.operations.maintenance.gc import collect_garbage
 
     notes = arguments.store_notes(store)
-    collected = collect_garbage(store, older_than=older_than, dry_run=dry_run, force=force)
+    collected = collect_garbage(store=store, older_than=older_than, dry_run=dry_run, force=force)
     out.result(
         lambda: {"dry_run": dry_run} | _as_json(collected) | {"seconds": out.seconds},
         _as_text(collected, dry_run=dry_run),

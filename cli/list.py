@@ -67,7 +67,7 @@ def command(
         return
     unreadable: list[StoreError] = []
     models: Sequence[ListedModel] = list_models(
-        store, read_sources=out.is_json, on_error=unreadable.append
+        store=store, read_sources=out.is_json, on_error=unreadable.append
     )
     models = _selected(models, patterns, unreadable)
     if order != "name":

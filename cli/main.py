@@ -26,6 +26,7 @@ from blobstore.cli.render import printable_lines
 from blobstore.core import interrupts
 from blobstore.core.escape import escape, quote
 from blobstore.core.interrupts import Stopped
+from blobstore.core.synonyms import ALIASES, SYNONYMS
 from blobstore.errors import BlobstoreError, RemoteError
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ GROUPS = {
 }
 """The commands under the headings of the help, as the table and the navigation of the documents have them."""
 _COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
-_ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
 _ELSEWHERE = {
     **dict.fromkeys(
         ("chat", "generate"),
@@ -77,30 +77,6 @@ _ELSEWHERE = {
     ),
 }
 """Names that are not commands, with advice on the commands for their purpose."""
-# What other programs call our commands.
-_SYNONYMS = {
-    **dict.fromkeys(("add", "import", "download"), "create"),
-    **dict.fromkeys(("images", "models"), "list"),
-    **dict.fromkeys(("remove", "delete", "rmi", "del"), "rm"),
-    **dict.fromkeys(("prune", "clean"), "gc"),
-    **dict.fromkeys(("check", "fsck", "validate"), "verify"),
-    **dict.fromkeys(("compress", "archive"), "freeze"),
-    **dict.fromkeys(("decompress", "unfreeze"), "thaw"),
-    **dict.fromkeys(("upload", "publish"), "push"),
-    "save": "pack",
-    **dict.fromkeys(("load", "extract"), "unpack"),
-    **dict.fromkeys(("fetch", "clone"), "pull"),
-    **dict.fromkeys(("watch", "subscribe", "track"), "follow"),
-    "copy": "cp",
-    "rename": "mv",
-    **dict.fromkeys(("stats", "size"), "du"),
-    "start": "serve",
-    **dict.fromkeys(("benchmark", "ceiling", "speed"), "bench"),
-    **dict.fromkeys(("html", "ui", "picture"), "page"),
-    "scan": "inspect",
-    "mount": "link",
-    **dict.fromkeys(("server", "mirror", "proxy"), "serve"),
-}
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _MAX_DESCRIPTORS = 10240
 """As many as macOS allows if it says that there is no limit."""
@@ -149,7 +125,7 @@ class _Program(click.Group):
                 )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        name = _ALIASES.get(cmd_name, cmd_name)
+        name = ALIASES.get(cmd_name, cmd_name)
         if name not in _COMMANDS:
             return None
         command: click.Command = import_module(f"blobstore.cli.{name}").command
@@ -293,8 +269,8 @@ def _suggestion(name: str) -> str:
 
     if name in _ELSEWHERE:
         return f"; {_ELSEWHERE[name]}"
-    synonym = _SYNONYMS.get(name)
-    near = [synonym] if synonym else get_close_matches(name, (*_COMMANDS, *_ALIASES))
+    synonym = SYNONYMS.get(name)
+    near = [synonym] if synonym else get_close_matches(name, (*_COMMANDS, *ALIASES))
     return f"; did you mean {' or '.join(map(quote, near))}?" if near else ""
 
 

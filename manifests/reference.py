@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
@@ -22,6 +23,7 @@ _PARTS = {
     "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
+_PATHS = ("/", "./", "../", "~")
 _RULES = {
     "host": "1 to 255 letters, digits, '_', '-', '.' and ':'",
     "namespace": "1 to 80 letters, digits, '_' and '-'",
@@ -61,7 +63,7 @@ class Reference:
                 f"not a model name: {quote_place(text)} is an address in a registry",
                 advice="fetch the model with 'blobstore pull' first",
             )
-        if text.startswith(("/", "./", "../", "~")):
+        if text.startswith(_PATHS):
             raise InvalidReference(f"not a model name: {quote_place(text)} is a path")
         path, slash, last = text.rpartition("/")
         model, colon, tag = last.partition(":")
@@ -84,17 +86,29 @@ class Reference:
             UsageError: it is neither.
         """
         if not isinstance(name, str | Reference):
-            raise UsageError(f"a name is a text, got {quote(type(name).__name__)}")
-        return name if isinstance(name, Reference) else cls.parse(name)
+            raise UsageError(
+                f"a name is a text, got {quote(type(name).__name__)}",
+                advice="store= takes a store",
+            )
+        if isinstance(name, Reference):
+            return name
+        try:
+            return cls.parse(name)
+        except InvalidReference as error:
+            if error.advice or not name.startswith(_PATHS):
+                raise
+            raise InvalidReference(error.message, advice="store= takes a store") from None
 
     @classmethod
     def all_of(cls, names: Names) -> tuple[Reference, ...]:
         """Return the references of ``names``, which are one name or several, each once.
 
         Raises:
-            InvalidReference: as :meth:`parse`.
+            InvalidReference, UsageError: as :meth:`of`.
         """
-        listed = [names] if isinstance(names, str | Reference) else names
+        listed: Iterable[Any] = [names]
+        if isinstance(names, Iterable) and not isinstance(names, str | Mapping):
+            listed = names
         return tuple(dict.fromkeys(map(cls.of, listed)))
 
     @property

@@ -56,7 +56,7 @@ CANNOT_FAIL = {
     "blobstore.safetensors.safe_open.close",
 }
 """Methods that only return or release what they hold."""
-WRAPPERS = ("functools.py", "contextlib.py")
+WRAPPERS = ("functools.py", "contextlib.py", "public_calls.py")
 
 
 def members(owner: type) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Final, Literal
 
-from blobstore.core.escape import cli_command, escape, quote_url, without_secrets
+from blobstore.core.escape import cli_command, escape, quote, quote_url, without_secrets
 from blobstore.errors import UsageError
 
 Role = Literal["source", "store", "target"]
@@ -87,8 +87,10 @@ def check_path(path: str | os.PathLike[str], role: Role) -> None:
     """Check that a text may be a path of this machine.
 
     Raises:
-        UsageError: it begins with ``scheme://``.
+        UsageError: it begins with ``scheme://``, or is neither a text nor a path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"a path is a text or a Path, got {quote(type(path).__name__)}")
     if scheme_of(path) is not None:
         text = str(os.fspath(path))
         raise UsageError(

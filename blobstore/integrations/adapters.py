@@ -47,7 +47,7 @@ def find_base(model: ModelFiles, store: StoreLike) -> Reference:
             return Reference.of(wanted)
     except BlobstoreError:  # it is a path, or no name at all
         pass
-    for found in list_models(local, read_sources=True, on_error=lambda _: None):
+    for found in list_models(store=local, read_sources=True, on_error=lambda _: None):
         if wanted and found.source is not None and found.source.repository == wanted:
             return found.reference
     raise ModelNotFound(

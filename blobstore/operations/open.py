@@ -189,10 +189,6 @@ def open_model(
     return _open_local(reference, store, verify, **options)
 
 
-# The public name, for help() and for the errors of wrong arguments.
-open_model.__module__ = "blobstore"
-
-
 def _named(reference: str | Reference) -> Reference:
     """Return the name that a text spells. Raises InvalidReference, with advice about a path."""
     try:

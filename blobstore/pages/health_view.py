@@ -63,7 +63,7 @@ def _has_garbage(usage: StoreUsage) -> bool:
 
 def _garbage(disk: StoreDisk) -> dict[str, Any]:
     try:
-        found = collect_garbage(disk.store, dry_run=True)
+        found = collect_garbage(store=disk.store, dry_run=True)
     except BlobstoreError as error:
         return {"error": shown(error)}
     kept: Counter[str] = Counter()

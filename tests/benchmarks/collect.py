@@ -73,7 +73,9 @@ def main() -> None:
         def collect(number: int) -> float:
             store = case(number)
             fill(store, models)
-            work = (lambda: collect_garbage(store, older_than=0, force=True)) if number else None
+            work = (
+                (lambda: collect_garbage(store=store, older_than=0, force=True)) if number else None
+            )
             taken = timed(work or (lambda: limit(store)))
             shutil.rmtree(store.root)
             return taken

@@ -51,7 +51,7 @@ def main() -> None:
         store = LocalStore(folder / "store")
         seconds = {
             "create": [common.timed(lambda: blobstore.create(source, "m", store=store))],
-            "gc": [common.timed(lambda: collect_garbage(store, older_than=0, force=True))],
+            "gc": [common.timed(lambda: collect_garbage(store=store, older_than=0, force=True))],
         }
         for read, prefetch in _MODES:
             for verify in _LEVELS:

@@ -90,7 +90,7 @@ def exported(source: Path, tmp_path: Path, **options: Any) -> tuple[Path, blobst
     blobstore.pack(["m"], tmp_path / "m.bsar", store=first)
     shutil.rmtree(first.root)
     blobstore.unpack(tmp_path / "m.bsar", store=second)
-    blobstore.gc(second, older_than=0, force=True)
+    blobstore.gc(store=second, older_than=0, force=True)
     assert not blobstore.verify(store=second).faults
     return tmp_path / "out", blobstore.export("m", tmp_path / "out", store=second)
 

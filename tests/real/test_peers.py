@@ -310,7 +310,7 @@ def test_a_peer_that_collects_garbage_in_between_sends_what_it_has_begun(
         expected = bytes_of(one, model_files(one, one.resolve("org/one")))
         with found.files(wanted(one), SIZE) as answers:
             frozen.put(one, "org/one", {"a": 4}, COUNT)
-            collect_garbage(one, older_than=0, force=True)
+            collect_garbage(store=one, older_than=0, force=True)
             assert bytes_of(other, next(answers).files) == expected
 
 
@@ -347,9 +347,9 @@ def test_blobs_stay_until_they_were_used(
         found = Peers(other, [Peer.parse(server.url)], log)
         answers = stack.enter_context(found.files(wanted(one), SIZE))
         assert next(answers)
-        collect_garbage(other, older_than=0, force=True)
+        collect_garbage(store=other, older_than=0, force=True)
         assert other.has(layer.digest)
-    collect_garbage(other, older_than=0, force=True)
+    collect_garbage(store=other, older_than=0, force=True)
     assert not other.has(layer.digest)
 
 

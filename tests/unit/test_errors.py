@@ -23,7 +23,7 @@ EXIT_CODES = {
         "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused "
         "Conflict InvalidPolicy NotTrusted SafetensorError"
     ),
-    2: "UsageError InvalidDigest InvalidReference",
+    2: "UsageError InvalidCall InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",
     4: (
         "Damaged InvalidHeader InvalidManifest CheckpointDamaged DamagedSource "

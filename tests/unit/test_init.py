@@ -31,14 +31,14 @@ export(reference, folder, *, store, shard_size, single, dequantize, force, jobs,
 find(text, *, store)
 follow(reference, source, *, store, interval, keep_last, once, streams, limit_rate, jobs, plain_http, stop, on_error, progress)
 freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
-gc(store, *, older_than, dry_run, force)
+gc(*, store, older_than, dry_run, force)
 gc_remote(address, *, older_than, dry_run, force)
 history(reference, *, store)
 info(reference, *, store, plain_http)
 ingest(items, target, *, executor, retries, on_done, options)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
-list(store, *, read_sources, on_error)
+list(*, store, read_sources, on_error)
 lock(references, path, *, remote, store)
 open(reference, *, store, framework, device, verify, dequantize, read, prefetch, thaw, cache, cache_limit, plan, progress)
 open_archive(path)
@@ -203,7 +203,7 @@ assert "blobstore.operations.create.create" in found
 assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
 print(names["create"].__module__, names["open"].__name__, names["LocalStore"].__module__)
 """
-    assert run(code) == "blobstore.operations.create.create open blobstore.store.local\n"
+    assert run(code) == "blobstore open blobstore.store.local\n"
 
 
 @pytest.mark.parametrize("name", blobstore.__all__)

@@ -46,8 +46,8 @@ class ListedModel:
 
 
 def list_models(
-    store: StoreLike = None,
     *,
+    store: StoreLike = None,
     read_sources: bool = False,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[ListedModel, ...]:

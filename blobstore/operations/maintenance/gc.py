@@ -119,8 +119,8 @@ class Collected:
 
 
 def collect_garbage(
-    store: StoreLike = None,
     *,
+    store: StoreLike = None,
     older_than: float | str | None = None,
     dry_run: bool = False,
     force: bool = False,

@@ -154,7 +154,7 @@ def test_messages_of_libraries_are_escaped(
     assert_clean(result.stdout_bytes)
     assert result.stdout.count("\n") == 2
 
-    def fail(_: LocalStore, **__: bool) -> NoReturn:
+    def fail(**_: object) -> NoReturn:
         raise BlobstoreError(text)
 
     monkeypatch.setattr(listing, "list_models", fail)

@@ -117,10 +117,10 @@ def test_the_original_of_a_duplicate_outlives_its_model(store: LocalStore) -> No
     freeze_models(["m"], store=store)
     removed = remove_models(["other"], store=store)
     assert (removed.blobs, removed.bases) == (0, 1)
-    assert collect_garbage(store, older_than=0, force=True).blobs == ()
+    assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
     assert_whole(store, blobs)
     thaw_models(["m"], store=store)
-    assert len(collect_garbage(store, older_than=0, force=True).blobs) == 1
+    assert len(collect_garbage(store=store, older_than=0, force=True).blobs) == 1
     assert_whole(store, blobs)
     assert not store.has(next(iter(other)))
 

@@ -270,7 +270,7 @@ def test_every_file_comes_back(
     shutil.rmtree(source)
     if is_frozen:
         freeze_models([NAME], store=store)
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     exported = export_model(NAME, tmp_path / "out", store=store)
     assert exported.is_original
     assert contents(tmp_path / "out") == expected
@@ -320,7 +320,7 @@ def test_files_come_back_from_deltas_in_another_store(
     second = LocalStore(tmp_path / "second")
     unpack_archive(tmp_path / "both.bsar", store=second)
     remove_models(["base"], store=second)
-    collect_garbage(second, older_than=0)
+    collect_garbage(store=second, older_than=0)
     for number, it in enumerate((store, second)):
         out = tmp_path / f"out{number}"
         assert export_model(NAME, out, store=it).is_original

@@ -1150,7 +1150,7 @@ def replace_after_reading(
         data = really_read(reference)
         monkeypatch.undo()
         change()
-        collect_garbage(store, older_than=0)
+        collect_garbage(store=store, older_than=0)
         return data
 
     monkeypatch.setattr(store, "read_manifest", read)
@@ -1187,7 +1187,7 @@ def test_a_model_that_is_replaced_before_its_blobs_are_leased_is_read_again(
     def late(digests: Iterable[Digest]) -> AbstractContextManager[object]:
         monkeypatch.undo()
         copy_model("new", "m", store=store, force=True)
-        collect_garbage(store, older_than=0)
+        collect_garbage(store=store, older_than=0)
         return really_lease(digests)
 
     monkeypatch.setattr(store, "lease_if_writable", late)
@@ -1217,7 +1217,7 @@ def test_blobs_that_are_opened_later_are_kept(store: LocalStore, options: dict[s
             os._exit(0)
         os.waitpid(child, 0)
         remove_models(["m"], store=store)
-        collect_garbage(store, older_than=0)
+        collect_garbage(store=store, older_than=0)
         check_tensors(model)
     assert not store.read_leases().digests
 

@@ -49,7 +49,7 @@ def test_what_gc_would_remove_is_what_it_removes(store: LocalStore) -> None:
 
     assert young["size"] == 0
     assert young["kept"]["young"] > 0
-    assert old["size"] == sum(blob.size for blob in collect_garbage(store).blobs) > 0
+    assert old["size"] == sum(blob.size for blob in collect_garbage(store=store).blobs) > 0
     assert old["largest"][0][0].startswith("blobs/sha256-")
 
 

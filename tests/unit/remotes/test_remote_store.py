@@ -538,7 +538,7 @@ def test_cached_blobs_are_no_garbage(
     push_model("one", objects.address, store=local)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         model.tensors()
-    assert collect_garbage(other, older_than=0).blobs == ()
+    assert collect_garbage(store=other, older_than=0).blobs == ()
     assert kept(other, local, "one") == len(local.resolve("one").blobs)
 
 

@@ -70,7 +70,7 @@ def test_gc_keeps_the_base_of_a_cold_blob_that_cannot_be_read(
 ) -> None:
     flip_silently(store, delta)
     remove_models(["base"], store=store)
-    found = collect_garbage(fresh(store), older_than=0)
+    found = collect_garbage(store=fresh(store), older_than=0)
     assert found.bases == 1
     assert found.blobs
 
@@ -81,9 +81,9 @@ def test_a_store_of_an_earlier_version_gets_an_index_by_gc(
     expected = store.cold_bases()
     store.cold_index.path.unlink()
     assert fresh(store).cold_bases() == expected
-    collect_garbage(fresh(store), dry_run=True)
+    collect_garbage(store=fresh(store), dry_run=True)
     assert not store.cold_index.path.exists()
-    collect_garbage(fresh(store))
+    collect_garbage(store=fresh(store))
     assert without_opening(store, monkeypatch).cold_bases() == expected
 
 
@@ -155,7 +155,7 @@ def test_gc_keeps_the_base_of_a_blob_that_is_frozen_while_it_runs(
             return version._replace(size=0) if stat.S_ISDIR(status.st_mode) else version
 
         monkeypatch.setattr(FileVersion, "of_status", without_times)
-    collect_garbage(fresh(store), older_than=0, force=True)
+    collect_garbage(store=fresh(store), older_than=0, force=True)
     (base,) = set(store.cold_bases().values()) - {layers(store, "base")["x"].digest}
     assert store.has_hot(base)
     assert not verify_models(store=store).faults
@@ -178,7 +178,7 @@ def test_gc_lists_cold_blobs_once_however_many_batches_it_needs(
 
     monkeypatch.setattr(collect, "_hold", lambda _: 0.0)
     monkeypatch.setattr(store, "cold_files", counted)
-    found = collect_garbage(store, older_than=0, force=True)
+    found = collect_garbage(store=store, older_than=0, force=True)
     assert len([item for item in found.blobs if item.path.parent.name == "cold"]) == 5
     assert len(calls) == 1
 
@@ -187,7 +187,7 @@ def test_gc_removes_the_entries_of_blobs_that_are_gone(store: LocalStore, delta:
     freeze_models(["base"], store=store)
     thaw_models(["child"], store=store)
     assert delta.hex in store.cold_index.path.read_text()
-    collect_garbage(store)
+    collect_garbage(store=store)
     assert delta.hex not in store.cold_index.path.read_text()
 
 

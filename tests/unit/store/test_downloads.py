@@ -75,9 +75,9 @@ def test_gc_removes_old_folders_that_no_process_uses_and_du_counts_them(store: L
             raise KeyboardInterrupt
     assert measure_usage(store=store).partial.size >= 3 * 5000
     with pytest.raises(KeyboardInterrupt), folder_of(store, "used"):
-        collect_garbage(store, older_than=5, dry_run=True)
+        collect_garbage(store=store, older_than=5, dry_run=True)
         assert files() == 3
-        found = collect_garbage(store, older_than=5)
+        found = collect_garbage(store=store, older_than=5)
         assert len(found.leftovers) == 1
         assert files() == 2
         raise KeyboardInterrupt

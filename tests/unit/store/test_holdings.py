@@ -43,7 +43,7 @@ def copied(store: LocalStore, folder: Path) -> LocalStore:
 def removed(store: LocalStore, names: tuple[str, ...]) -> tuple[int, int]:
     """Remove names, and return the number of blobs that gc then removes, and their bytes."""
     remove_models(names, store=store)
-    blobs = collect_garbage(store, older_than=0, force=True).blobs
+    blobs = collect_garbage(store=store, older_than=0, force=True).blobs
     return len(blobs), sum(item.size for item in blobs)
 
 

@@ -90,7 +90,7 @@ def test_what_root_adds_to_the_store_of_another_user_locks_that_user_out_of_noth
             freeze_models(["ns/b"], store=store)
             add_blobs(store, "ns/c", {"z": layer("z", weights(4))})
             remove_models(["a", "ns/b"], store=store)
-            collect_garbage(store, older_than=0, force=True)
+            collect_garbage(store=store, older_than=0, force=True)
             return sorted(map(str, store.references()))
 
         assert sandbox.call(use, unprivileged=True) == "['base:latest', 'ns/c:latest']"

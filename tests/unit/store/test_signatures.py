@@ -73,17 +73,17 @@ def test_gc_removes_the_signatures_of_manifests_that_are_gone(store: LocalStore)
         store.keep_signature(digest, b"signature", is_verified=True)
     remove_models("removed", store=store)
 
-    collect_garbage(store)
+    collect_garbage(store=store)
     assert list(store.signatures(removed))  # its model can be restored
     for path in store.folder("history").iterdir():
         path.unlink()
-    collect_garbage(store)
+    collect_garbage(store=store)
     assert list(store.signatures(removed))  # it may belong to a model that is being imported
 
     age(store)
-    dry = collect_garbage(store, dry_run=True)
+    dry = collect_garbage(store=store, dry_run=True)
     assert list(store.signatures(removed))
-    collected = collect_garbage(store)
+    collected = collect_garbage(store=store)
     assert dry.leftovers == collected.leftovers
     assert [item.path.parent.name for item in collected.leftovers] == [removed.hex]
     assert [list(store.signatures(one)) for one in (kept, removed)] == [[b"signature"], []]
@@ -100,6 +100,6 @@ def test_gc_keeps_the_signatures_of_manifests_that_can_be_restored(store: LocalS
     remove_models("first", store=store)
     age(store)
 
-    collect_garbage(store)
+    collect_garbage(store=store)
 
     assert list(store.signatures(digest)) == [b"signature"]

@@ -226,7 +226,7 @@ def test_compresses_a_delta_again_if_its_base_is_not_packed(store: LocalStore, p
 def test_packs_the_base_of_several_models_without_a_name(store: LocalStore, path: Path) -> None:
     freeze_models(CHILDREN, store=store, base="base")
     remove_models(["base"], store=store)
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     packed = pack_models(CHILDREN, path, store=store)
     assert packed.deltas == 9
     checked = check_archive(path)
@@ -387,13 +387,13 @@ def test_a_lease_keeps_blobs_while_they_are_packed(
 ) -> None:
     def removed(*arguments: object) -> object:
         remove_models(EVERYONE, store=store)
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         return plan_members(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr("blobstore.operations.archive.pack.plan_members", removed)
     pack_models(EVERYONE, path, store=store)
     check_archive(path)
-    assert collect_garbage(store, older_than=0, force=True).blobs
+    assert collect_garbage(store=store, older_than=0, force=True).blobs
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_unpacks_models_unchanged(path: Path, store: LocalStore, origin: LocalSt
     assert (verified.models, verified.faults) == (2, ())
     assert (unpacked.blobs, unpacked.bytes_written) == (verified.blobs, verified.bytes_read)
     assert unpacked.bytes_present == 0
-    assert collect_garbage(store, older_than=0, force=True).blobs == ()
+    assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
     assert list(store.folder("temporary").iterdir()) == list(store.folder("leases").iterdir()) == []
 
 

@@ -19,14 +19,14 @@ def make(store: LocalStore, tmp_path: Path, name: str, *tensors: str) -> None:
 
 
 def test_an_absent_store_is_empty(store: LocalStore) -> None:
-    assert list_models(store) == ()
+    assert list_models(store=store) == ()
 
 
 def test_counts_what_names_share_once(store: LocalStore, tmp_path: Path) -> None:
     make(store, tmp_path, "a", "mask", "scalar", "position_ids")
     make(store, tmp_path, "b", "mask", "scalar")
     make(store, tmp_path, "c", "scalar")
-    models = list_models(store)
+    models = list_models(store=store)
     assert [str(model.reference) for model in models] == ["a:latest", "b:latest", "c:latest"]
     manifests = [store.resolve(model.reference) for model in models]
     layers = [manifest.layers for manifest in manifests]
@@ -46,7 +46,7 @@ def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None
     start = data.index(b'{"mediaType":"application/vnd.ollama.image.template"')
     layer = data[start : data.index(b"}", start) + 1]
     path.write_bytes(data.replace(layer, layer + b"," + layer))
-    (model,) = list_models(store)
+    (model,) = list_models(store=store)
     assert len(store.resolve(model.reference).layers) == 6
     assert model.shared == 0
     assert model.size == sum(blob.stat().st_size for blob in store.folder("blobs").iterdir())
@@ -61,7 +61,7 @@ def test_lists_manifests_that_cannot_be_read_with_their_error(
     (folder / "json").write_bytes(b"{")
     with (folder / "huge").open("wb") as file:
         file.truncate(2**27)
-    models = {model.reference.tag: model for model in list_models(store)}
+    models = {model.reference.tag: model for model in list_models(store=store)}
     for tag in ("json", "huge"):
         assert isinstance(models[tag].error, InvalidManifest)
         assert str(folder / tag) in str(models[tag].error)
@@ -76,10 +76,10 @@ def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     gone, stays = store.references()
     store.references = lambda **_: iter((gone, stays))  # type: ignore[method-assign]
     store.manifest_path(gone).unlink()
-    assert [model.reference for model in list_models(store)] == [stays]
+    assert [model.reference for model in list_models(store=store)] == [stays]
 
 
 def test_a_file_is_no_store(store: LocalStore) -> None:
     store.root.write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
-        list_models(store)
+        list_models(store=store)

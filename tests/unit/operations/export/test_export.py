@@ -745,7 +745,7 @@ def test_a_model_that_is_removed_during_its_export_is_exported_completely(
 
     def late(target: Path, **options: Any) -> contextlib.AbstractContextManager[Path]:
         remove_models([NAME], store=store)
-        collect_garbage(store, older_than=0)
+        collect_garbage(store=store, older_than=0)
         return really_open(target, **options)
 
     monkeypatch.setattr(writer, "atomic_folder", late)

@@ -514,10 +514,10 @@ def test_gc_removes_unreferenced_frozen_blobs(store: LocalStore) -> None:
     freeze_models(["a", "b"], store=store)
     gone = layers(store, "a")["x"].digest
     store.manifest_path(Reference.parse("a")).unlink()
-    assert [item.path.name for item in collect_garbage(store).blobs] == []  # too young
+    assert [item.path.name for item in collect_garbage(store=store).blobs] == []  # too young
     (removed,) = (
         item
-        for item in collect_garbage(store, older_than=0, force=True).blobs
+        for item in collect_garbage(store=store, older_than=0, force=True).blobs
         if "cold" in str(item.path)
     )
     assert removed.path == Path(".blobstore", "cold", gone.file_name)
@@ -721,10 +721,10 @@ def test_the_blobs_of_a_base_outlive_its_name(family: LocalStore, is_frozen: boo
     assert (removed.blobs, removed.size) == (0, 0)
     assert removed.bases == 2
     assert removed.bases_size > 0
-    assert collect_garbage(family, older_than=0, force=True).blobs == ()
+    assert collect_garbage(store=family, older_than=0, force=True).blobs == ()
     assert_child_intact(family)
     thaw_models([CHILD], store=family)
-    assert len(collect_garbage(family, older_than=0, force=True).blobs) == 2
+    assert len(collect_garbage(store=family, older_than=0, force=True).blobs) == 2
     assert_child_intact(family)
 
 
@@ -732,7 +732,7 @@ def test_gc_removes_unreferenced_deltas_with_their_bases(family: LocalStore) -> 
     freeze_models([CHILD, "base"], store=family, base="base")
     removed = remove_models([CHILD, "base"], store=family)
     assert (removed.blobs, removed.bases) == (4, 0)
-    found = collect_garbage(family, older_than=0, force=True)
+    found = collect_garbage(store=family, older_than=0, force=True)
     names = [item.path.name for item in found.blobs]
     assert len(names) == 4
     assert list(family.folder("cold").iterdir()) == []
@@ -744,12 +744,12 @@ def test_gc_keeps_the_bases_of_leased_and_young_deltas(family: LocalStore) -> No
     with family.lease() as lease:
         lease.hold(child)
         remove_models([CHILD, "base"], store=family)
-        assert collect_garbage(family, older_than=0, force=True).blobs == ()
+        assert collect_garbage(store=family, older_than=0, force=True).blobs == ()
     old = [Path(family.blob_path(item)) for item in map(_base, map(family._cold.open, child))]
     for path in old:
         os.utime(path, (1, 1))
-    assert collect_garbage(family, older_than=1000).blobs == ()  # the deltas are young
-    assert len(collect_garbage(family, older_than=0, force=True).blobs) == 4
+    assert collect_garbage(store=family, older_than=1000).blobs == ()  # the deltas are young
+    assert len(collect_garbage(store=family, older_than=0, force=True).blobs) == 4
 
 
 def _base(blob: ColdBlob) -> Digest:
@@ -765,9 +765,9 @@ def test_an_unreadable_referenced_cold_blob_stops_gc(family: LocalStore) -> None
     whole = Path(path).read_bytes()
     flip(path, -1)
     with pytest.raises(BlobDamaged):
-        collect_garbage(family, older_than=0, force=True)
+        collect_garbage(store=family, older_than=0, force=True)
     Path(path).write_bytes(whole)
-    assert collect_garbage(family, older_than=0, force=True).blobs == ()
+    assert collect_garbage(store=family, older_than=0, force=True).blobs == ()
     assert_child_intact(family)
 
 
@@ -779,16 +779,18 @@ def test_a_damaged_base_of_unreferenced_deltas_does_not_stop_gc(family: LocalSto
     for base in bases:
         flip(family.cold_path(base), -1)
         os.utime(family.cold_path(base), (1, 1))
-    assert collect_garbage(family, older_than=1000).blobs == ()  # because their deltas are young
+    assert (
+        collect_garbage(store=family, older_than=1000).blobs == ()
+    )  # because their deltas are young
     assert family.has_cold(child)
-    assert len(collect_garbage(family, older_than=0, force=True).blobs) == 4
+    assert len(collect_garbage(store=family, older_than=0, force=True).blobs) == 4
 
 
 def test_a_dry_run_of_gc_reports_deltas_and_their_bases(family: LocalStore) -> None:
     freeze_models([CHILD, "base"], store=family, base="base")
     remove_models([CHILD, "base"], store=family)
     dry, real = (
-        collect_garbage(family, older_than=0, force=True, dry_run=is_dry)
+        collect_garbage(store=family, older_than=0, force=True, dry_run=is_dry)
         for is_dry in (True, False)
     )
     assert set(dry.blobs) == set(real.blobs)
@@ -839,7 +841,7 @@ def test_a_base_removed_while_its_deltas_are_thawed_is_not_a_fault(
     def racing(self: LocalStore, digest: Digest, *arguments: Any) -> None:
         if digest == base:
             thaw_models([CHILD], store=family)
-            collect_garbage(family, older_than=0, force=True)
+            collect_garbage(store=family, older_than=0, force=True)
         check_digest(self, digest, *arguments)
 
     monkeypatch.setattr(LocalStore, "check_digest", racing)
@@ -925,7 +927,7 @@ def test_verify_finds_and_repair_repairs_a_damaged_base_without_a_model(
     assert repaired.faults == ()
     assert verify_models(store=family).faults == ()
     assert_child_intact(family)
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     assert_child_intact(family)
 
 
@@ -957,7 +959,7 @@ def test_a_fine_tune_can_be_created_again_after_its_base_was_removed(family: Loc
     """No unusable cold blob is left over."""
     freeze_models([CHILD], store=family, base="base")
     remove_models(["base", CHILD], store=family)
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     put_child(family, CHILD, 10)
     assert_child_intact(family)
     assert len(tuned(10, 1)) == 2 * COUNT
@@ -984,10 +986,10 @@ def test_a_base_survives_a_program_that_removes_unreferenced_blobs(family: Local
     lose_like_ollama(family, "base")
     assert_child_intact(family)
     assert verify_models(store=family).faults == ()
-    assert collect_garbage(family, older_than=0, force=True).blobs == ()
+    assert collect_garbage(store=family, older_than=0, force=True).blobs == ()
     thaw_models([CHILD], store=family)
     assert_child_intact(family)
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     assert pins(family) == set()
     assert_child_intact(family)
 
@@ -1084,7 +1086,7 @@ def test_gc_keeps_the_base_of_a_model_that_is_frozen_again_between_batches(
         return removed
 
     monkeypatch.setattr(_Collection, "sweep", and_then)
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     assert len(swept) == 2
     assert_child_intact(family)
 
@@ -1093,11 +1095,11 @@ def test_gc_keeps_bases_while_the_cold_folder_is_missing(family: LocalStore) -> 
     freeze_models([CHILD], store=family, base="base")
     remove_models(["base"], store=family)
     away = family.folder("cold").rename(family.folder("cold").with_name("away"))
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     away.rename(family.folder("cold"))
     assert_child_intact(family)
     remove_models([CHILD], store=family)
-    collect_garbage(family, older_than=0, force=True)
+    collect_garbage(store=family, older_than=0, force=True)
     assert pins(family) == set()
 
 

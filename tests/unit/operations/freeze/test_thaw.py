@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_all_blobs_cold(tmp_path: Path) -> None:
         gc.collect()  # the traceback has the maps of blobs
         assert "neither" not in forms_of(store, "a").values()
         assert list(store.folder("temporary").iterdir()) == []
-        assert collect_garbage(store, older_than=0, force=True).blobs == ()
+        assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
 
 
 def test_rejects_invalid_arguments(store: LocalStore) -> None:

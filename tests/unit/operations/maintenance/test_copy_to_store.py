@@ -135,7 +135,7 @@ def test_a_model_that_is_removed_while_it_is_copied_is_copied_completely(
 
     def late(self: LocalStore) -> AbstractContextManager[Ingest]:
         remove_models(["model"], store=store)
-        collect_garbage(store, older_than=0)
+        collect_garbage(store=store, older_than=0)
         return ingest(self)
 
     monkeypatch.setattr(LocalStore, "ingest", late)

@@ -60,12 +60,12 @@ def test_removes_unreferenced_blobs(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     kept = {path.name for path in store.folder("blobs").iterdir()}
     garbage = {put(store, data).file_name for data in (b"", b"one", b"two" * 1000)}
-    found = collect_garbage(store, older_than=0, force=True)
+    found = collect_garbage(store=store, older_than=0, force=True)
     assert names(found.blobs) == garbage
     assert sorted(item.size for item in found.blobs) == [0, 3, 3000]
     assert (found.size, found.kept, found.kept_size) == (3003, 0, 0)
     assert {path.name for path in store.folder("blobs").iterdir()} == kept
-    assert collect_garbage(store, older_than=0, force=True).size == 0
+    assert collect_garbage(store=store, older_than=0, force=True).size == 0
 
 
 def test_removes_chosen_blobs_and_no_others(store: LocalStore) -> None:
@@ -95,15 +95,15 @@ def test_removes_what_no_server_fetches_any_more(store: LocalStore) -> None:
     os.utime(folder / "old", (long_ago, long_ago))
     descriptor = os.open(store.folder("arrivals"), os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a server that fetches
-    assert collect_garbage(store).leftovers == ()
+    assert collect_garbage(store=store).leftovers == ()
     os.close(descriptor)
-    assert names(collect_garbage(store).leftovers) == {"old"}
-    collect_garbage(store, older_than=0)
+    assert names(collect_garbage(store=store).leftovers) == {"old"}
+    collect_garbage(store=store, older_than=0)
     assert not any(store.folder("arrivals").iterdir())
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
-    assert collect_garbage(store).blobs == ()
+    assert collect_garbage(store=store).blobs == ()
     assert not store.root.exists()
 
 
@@ -111,7 +111,7 @@ def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
     old = put(store, b"old", age=3700)
     put(store, b"young!", age=3500)
     put(store, b"of the future", age=-100_000)
-    found = collect_garbage(store, force=True)
+    found = collect_garbage(store=store, force=True)
     assert names(found.blobs) == {old.file_name}
     assert (found.kept, found.kept_size) == (2, 6 + 13)
 
@@ -122,12 +122,12 @@ def test_a_blob_is_removed_from_the_moment_on_that_was_stated(
 ) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     put(store, b"garbage")
-    (kept,) = collect_garbage(store).kept_blobs
+    (kept,) = collect_garbage(store=store).kept_blobs
     now = time.time
     monkeypatch.setattr(time, "time", lambda: kept.removable - 0.001)
-    assert collect_garbage(store, force=force).blobs == ()
+    assert collect_garbage(store=store, force=force).blobs == ()
     monkeypatch.setattr(time, "time", lambda: kept.removable)
-    dry = collect_garbage(store, dry_run=True)
+    dry = collect_garbage(store=store, dry_run=True)
     monkeypatch.setattr(time, "time", now)
     assert [item.path for item in dry.blobs] == [kept.path]
 
@@ -135,7 +135,7 @@ def test_a_blob_is_removed_from_the_moment_on_that_was_stated(
 @pytest.mark.parametrize("age", [-1, float("nan")])
 def test_rejects_an_invalid_age(store: LocalStore, age: float) -> None:
     with pytest.raises(UsageError, match="0 seconds or more"):
-        collect_garbage(store, older_than=age)
+        collect_garbage(store=store, older_than=age)
 
 
 def test_a_dry_run_reports_the_same_and_removes_nothing(store: LocalStore) -> None:
@@ -144,9 +144,9 @@ def test_a_dry_run_reports_the_same_and_removes_nothing(store: LocalStore) -> No
     (store.folder("leases") / "1-a").write_bytes(b"")
     (store.folder("manifests") / "host" / "empty").mkdir(parents=True)
     before = everything(store)
-    dry = collect_garbage(store, older_than=0, dry_run=True, force=True)
+    dry = collect_garbage(store=store, older_than=0, dry_run=True, force=True)
     assert everything(store) == before
-    assert dry == collect_garbage(store, older_than=0, force=True)
+    assert dry == collect_garbage(store=store, older_than=0, force=True)
     assert dry.size == 11
     assert everything(store) == before - {
         *(f"blobs/{Digest.of(b'garbage').file_name}", ".blobstore/tmp/1-a-0"),
@@ -162,12 +162,12 @@ def test_a_dry_run_needs_no_permission_to_write() -> None:
         (folder / "store").chmod(0o755)
 
         def dry() -> object:
-            return names(collect_garbage(store, older_than=0, dry_run=True, force=True).blobs)
+            return names(collect_garbage(store=store, older_than=0, dry_run=True, force=True).blobs)
 
         garbage = Digest.of(b"garbage").file_name
         assert sandbox.call(dry, unprivileged=True) == str({garbage})
         outcome = sandbox.call(
-            lambda: collect_garbage(store, older_than=0, force=True), unprivileged=True
+            lambda: collect_garbage(store=store, older_than=0, force=True), unprivileged=True
         )
         assert outcome.startswith("StoreError: no permission to write to the store")
 
@@ -178,7 +178,9 @@ def test_a_dry_run_without_permission_to_read_says_so() -> None:
         put(store, b"garbage")
         (folder / "store").chmod(0o755)
         store.folder("temporary").parent.chmod(0o700)
-        outcome = sandbox.call(lambda: collect_garbage(store, dry_run=True), unprivileged=True)
+        outcome = sandbox.call(
+            lambda: collect_garbage(store=store, dry_run=True), unprivileged=True
+        )
         assert outcome.startswith("StoreError: no permission to read the store")
 
 
@@ -186,9 +188,9 @@ def test_keeps_leased_blobs_of_any_age(store: LocalStore) -> None:
     digest = put(store, b"leased", age=10_000)
     with store.lease() as lease:
         lease.hold([digest])
-        found = collect_garbage(store, older_than=0, force=True)
+        found = collect_garbage(store=store, older_than=0, force=True)
         assert (found.blobs, found.kept, found.kept_size) == ((), 1, 6)
-    assert names(collect_garbage(store, older_than=0, force=True).blobs) == {digest.file_name}
+    assert names(collect_garbage(store=store, older_than=0, force=True).blobs) == {digest.file_name}
 
 
 def test_a_running_import_keeps_the_blobs_it_found_and_wrote(store: LocalStore) -> None:
@@ -196,9 +198,9 @@ def test_a_running_import_keeps_the_blobs_it_found_and_wrote(store: LocalStore) 
     with store.ingest() as ingest:
         assert not ingest.add(5, lambda: [b"found"]).written
         ingest.add(5, lambda: [b"wrote"])
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         ingest.publish()
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         present = {path.name for path in store.folder("blobs").iterdir()}
         assert present == {found.file_name, Digest.of(b"wrote").file_name}
 
@@ -213,12 +215,12 @@ def test_a_collection_during_an_import_harms_no_model(
     publish = Names.publish
 
     def collected(self: Names, *arguments: object) -> None:
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         publish(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Names, "publish", collected)
     blobstore.create(folder, "new", store=store)
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     with blobstore.open("new", store=store, verify="digest") as model:
         assert len(model) == len(dense_tensors())
 
@@ -236,7 +238,7 @@ def test_removes_leftovers_of_dead_processes(store: LocalStore) -> None:
         ]
         for path in (living[0], *dead):
             path.write_bytes(b"12")
-        found = collect_garbage(store)
+        found = collect_garbage(store=store)
         assert {item.path for item in found.leftovers} == {
             path.relative_to(store.root) for path in dead
         }
@@ -250,7 +252,7 @@ def test_leftovers_from_the_future_are_removed(store: LocalStore) -> None:
     left = store.folder("temporary") / "1-a-0"
     left.write_bytes(b"left")
     os.utime(left, (time.time() + 10_000,) * 2)
-    collect_garbage(store)
+    collect_garbage(store=store)
     assert not left.exists()
 
 
@@ -261,7 +263,7 @@ def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_pat
     removed = Digest.of(store.read_manifest(A))
     store.manifest_path(A).unlink()
     assert len(list(store.folder("headers").iterdir())) == 2
-    found = collect_garbage(store, older_than=0, force=True)
+    found = collect_garbage(store=store, older_than=0, force=True)
     assert names(found.leftovers) == {removed.hex}
     assert len(list(store.folder("headers").iterdir())) == 1
 
@@ -270,11 +272,11 @@ def test_notes_of_a_repository_are_removed_with_its_last_model(store: LocalStore
     blobstore.save(dense_tensors(), "org/model:one", store=store)
     for name in ("org/model", "org/gone"):
         write_made(store, Reference.parse(name), {Digest.of(b""): MadeDigests(0, array("Q", [1]))})
-    collect_garbage(store, older_than=0)
+    collect_garbage(store=store, older_than=0)
     assert read_made(store, Reference.parse("org/model"))
     assert not read_made(store, Reference.parse("org/gone"))
     remove_models(["org/model:one"], store=store)
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert not read_made(store, Reference.parse("org/model"))
 
 
@@ -282,7 +284,7 @@ def test_keeps_blobs_of_models_of_ollama(store: LocalStore) -> None:
     put(store, b"")
     add_gguf_model(store, "gguf")
     before = everything(store)
-    assert names(collect_garbage(store, older_than=0, force=True).blobs) == {
+    assert names(collect_garbage(store=store, older_than=0, force=True).blobs) == {
         Digest.of(b"").file_name
     }
     assert before - everything(store) == {f"blobs/{Digest.of(b'').file_name}"}
@@ -297,7 +299,7 @@ def test_foreign_files_among_the_blobs_stay(store: LocalStore) -> None:
     for name in foreign:
         (store.folder("blobs") / name).write_bytes(b"x")
     (store.folder("blobs") / f"sha256-{'b' * 64}").mkdir()
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     present = {path.name for path in store.folder("blobs").iterdir()}
     assert present == {*foreign, f"sha256-{'b' * 64}"}
 
@@ -309,9 +311,9 @@ def test_removes_a_link_and_not_its_target(store: LocalStore, tmp_path: Path) ->
     (store.folder("temporary") / "1-a-9").symlink_to(outside)
     (store.folder("manifests") / "linked").symlink_to(tmp_path)
     with pytest.raises(InvalidManifest, match="linked"):
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
     (store.folder("manifests") / "linked").unlink()
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert outside.read_bytes() == b"precious"
     assert not (store.folder("temporary") / "1-a-9").is_symlink()
 
@@ -320,7 +322,7 @@ def test_empty_folders_are_removed_and_full_ones_stay(store: LocalStore) -> None
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     for name in ("host/space/model", "host/other", "registry.ollama.ai/library/b"):
         (store.folder("manifests") / name).mkdir(parents=True)
-    found = collect_garbage(store)
+    found = collect_garbage(store=store)
     assert {str(folder) for folder in found.folders} == {
         *("manifests/host", "manifests/host/other", "manifests/host/space"),
         *("manifests/host/space/model", "manifests/registry.ollama.ai/library/b"),
@@ -349,7 +351,7 @@ def test_removes_nothing_if_a_manifest_cannot_be_read(
     before = everything(store)
     for dry_run in (False, True):
         with pytest.raises(InvalidManifest, match=f"cannot tell which blobs '.*{path.name}' needs"):
-            collect_garbage(store, older_than=0, dry_run=dry_run)
+            collect_garbage(store=store, older_than=0, dry_run=dry_run)
     assert everything(store) == before
 
 
@@ -363,7 +365,7 @@ def test_a_changed_digest_of_a_config_does_not_cost_the_config(
     named = bytes(str(config.digest), "ascii")
     garbage = put(store, b"garbage", age=1)
     path.write_bytes(whole.replace(named, named[:-1] + (b"1" if named.endswith(b"0") else b"0")))
-    removed = collect_garbage(store, older_than=0, force=True).blobs
+    removed = collect_garbage(store=store, older_than=0, force=True).blobs
     assert [item.path.name for item in removed] == [garbage.file_name]
     path.write_bytes(whole)
     assert store.read_blob(config.digest, config.size)
@@ -378,10 +380,10 @@ def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_pat
     path.write_bytes(whole.replace(digest, other))
     before = everything(store)
     with pytest.raises(InvalidManifest, match="the manifest was changed since it was written"):
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
     assert everything(store) == before
     path.write_bytes(whole)
-    assert not collect_garbage(store, older_than=0, force=True).blobs
+    assert not collect_garbage(store=store, older_than=0, force=True).blobs
 
 
 @pytest.mark.parametrize(
@@ -396,17 +398,17 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
     path.symlink_to(tmp_path / "absent")
     before = everything(store)
     with pytest.raises((InvalidManifest, StoreError), match=f"'{path}'"):
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
     assert everything(store) == before
 
 
 def test_advises_what_to_do_with_an_unreadable_manifest(store: LocalStore) -> None:
     path = write_manifest(store, "a", b"{}")
     with pytest.raises(InvalidManifest, match=r"STORE' or 'blobstore rm a:latest' first$"):
-        collect_garbage(store)
+        collect_garbage(store=store)
     path.rename(store.folder("manifests") / "file")
     with pytest.raises(InvalidManifest, match="repair or remove that file first$"):
-        collect_garbage(store)
+        collect_garbage(store=store)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -421,7 +423,7 @@ def test_stops_at_a_manifest_without_read_permission(is_folder: bool) -> None:
             closed.chmod(0)
             try:
                 with pytest.raises(StoreError, match=f"'{closed}'.*: Permission denied"):
-                    collect_garbage(store, older_than=0, force=True)
+                    collect_garbage(store=store, older_than=0, force=True)
                 return len(list(store.folder("blobs").iterdir()))
             finally:
                 closed.chmod(0o700)
@@ -446,7 +448,7 @@ def test_a_manifest_published_during_the_run_is_respected(
         return read_leases(store)
 
     monkeypatch.setattr(LocalStore, "read_leases", late)
-    found = collect_garbage(store, older_than=0, force=True)
+    found = collect_garbage(store=store, older_than=0, force=True)
     assert names(found.blobs) == {Digest.of(b"garbage").file_name}
     assert Path(store.blob_path(Digest.of(data))).read_bytes() == data
 
@@ -475,7 +477,7 @@ def test_manifests_that_vanish_during_the_run_cost_no_blob(
     stat = os.stat
     monkeypatch.setattr("blobstore.store.reachability.os.stat", unmounted)
     with pytest.raises(StoreError, match=r"manifests' was unmounted or replaced .*mount it again"):
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
     assert set(os.listdir(store.folder("blobs"))) == before
 
 
@@ -493,7 +495,7 @@ def test_releases_the_lock_between_batches(
 
     monkeypatch.setattr(collect, "_hold", lambda _: 0.0)
     monkeypatch.setattr(store, "exclusive_lock", counted)
-    assert len(collect_garbage(store, older_than=0, force=True).blobs) == 7
+    assert len(collect_garbage(store=store, older_than=0, force=True).blobs) == 7
     assert len(times) == 7 + 1
 
 
@@ -510,18 +512,18 @@ def test_two_collections_at_once_remove_each_blob_once(
 
     def late(self: Any, candidates: Any) -> Any:
         monkeypatch.undo()
-        found.append(collect_garbage(store, older_than=0, force=True))
+        found.append(collect_garbage(store=store, older_than=0, force=True))
         return sweep(self, candidates)
 
     monkeypatch.setattr(collect._Collection, "sweep", late)
-    found.append(collect_garbage(store, older_than=0, force=True))
+    found.append(collect_garbage(store=store, older_than=0, force=True))
     assert [names(it.blobs) for it in found] == [{garbage.file_name}, set()]
 
 
 def test_reports_a_busy_store(store: LocalStore) -> None:
     put(store, b"x")
     with store._locks.shared(), pytest.raises(StoreBusy):
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
     assert Path(store.blob_path(Digest.of(b"x"))).exists()
 
 
@@ -542,7 +544,7 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
 
         patch.setattr(collect, "_hold", lambda _: 0.0)
         patch.setattr(marks, "read_regular", noted)
-        assert len(collect_garbage(store, older_than=0, force=True).blobs) == 20
+        assert len(collect_garbage(store=store, older_than=0, force=True).blobs) == 20
     assert len(reads) == len(set(reads)) == 31
 
 
@@ -568,19 +570,19 @@ def test_refuses_to_empty_a_store_whose_manifests_are_gone(
     with pytest.raises(
         ImplausibleGarbage, match=r"no manifests in '.*', but \d+ blobs; .*force=True"
     ):
-        collect_garbage(store)
-    assert "no manifests" in collect_garbage(store, dry_run=True).refusal
+        collect_garbage(store=store)
+    assert "no manifests" in collect_garbage(store=store, dry_run=True).refusal
     assert everything(store) == before
-    assert collect_garbage(store, force=True).blobs
+    assert collect_garbage(store=store, force=True).blobs
     assert not list(store.folder("blobs").iterdir())
 
 
 def test_blobs_from_the_future_count_as_new(store: LocalStore) -> None:
     put(store, b"x", age=-100_000)
-    assert collect_garbage(store, older_than=1).blobs == ()
+    assert collect_garbage(store=store, older_than=1).blobs == ()
     with pytest.raises(ImplausibleGarbage):
-        collect_garbage(store, older_than=0)
-    assert len(collect_garbage(store, older_than=0, force=True).blobs) == 1
+        collect_garbage(store=store, older_than=0)
+    assert len(collect_garbage(store=store, older_than=0, force=True).blobs) == 1
 
 
 @pytest.mark.slow
@@ -594,10 +596,10 @@ def test_refuses_to_remove_over_nine_tenths_of_the_blobs(store: LocalStore, tmp_
     with pytest.raises(
         ImplausibleGarbage, match=f"do not reference {9 * model + 1} of {10 * model + 1}"
     ):
-        collect_garbage(store)
+        collect_garbage(store=store)
     assert everything(store) == before
     Path(store.blob_path(extra)).unlink()
-    assert len(collect_garbage(store).blobs) == 9 * model
+    assert len(collect_garbage(store=store).blobs) == 9 * model
 
 
 @pytest.mark.parametrize("is_leased", [False, True])
@@ -605,7 +607,7 @@ def test_needs_no_force_where_no_blob_would_be_removed(store: LocalStore, is_lea
     digest = put(store, b"of a running import", age=10_000 * is_leased)
     with store.lease() as lease:
         lease.hold([digest] if is_leased else [])
-        (kept,) = collect_garbage(store).kept_blobs
+        (kept,) = collect_garbage(store=store).kept_blobs
     assert kept.reason == ("in use" if is_leased else "young")
 
 
@@ -614,7 +616,7 @@ def test_says_why_each_blob_is_kept(store: LocalStore, tmp_path: Path) -> None:
     young, leased = put(store, b"young", age=600), put(store, b"leased", age=600)
     with store.lease() as lease:
         lease.hold([leased])
-        kept = {item.path.name: item for item in collect_garbage(store).kept_blobs}
+        kept = {item.path.name: item for item in collect_garbage(store=store).kept_blobs}
     assert set(kept) == {young.file_name, leased.file_name}
     assert kept[young.file_name].reason == "young"
     assert kept[young.file_name].removable == pytest.approx(time.time() + 3000, abs=300)
@@ -626,7 +628,7 @@ def test_files_that_a_file_manager_leaves_among_manifests_are_no_manifests(
 ) -> None:
     model_and_garbage(store, tmp_path, 1)
     (store.folder("manifests") / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
-    assert len(collect_garbage(store).blobs) == 1
+    assert len(collect_garbage(store=store).blobs) == 1
 
 
 READING: list[dict[str, Any]] = [
@@ -649,11 +651,11 @@ def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
     blobstore.create(tmp_path / "model", "a", store=store)
     with blobstore.open("a", store=store, **options) as model:
         store.manifest_path(A).unlink()
-        collect_garbage(store, older_than=0, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         for name, array in model.state_dict().items():
             assert array.tobytes() == expected[name].tobytes()
         del array
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert list(store.folder("blobs").iterdir()) == []
     assert list(store.folder("leases").iterdir()) == []
 
@@ -711,7 +713,7 @@ def unfinished(store: LocalStore, age: float) -> Path:
 def test_keeps_unfinished_downloads_for_a_week(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     path = unfinished(store, 6.5 * 86400)
-    (kept,) = collect_garbage(store).kept_blobs
+    (kept,) = collect_garbage(store=store).kept_blobs
     assert kept.reason == "partial"
     assert kept.removable == pytest.approx(path.stat().st_mtime + 7 * 86400)
     assert 10_000 < kept.size < 10**6  # without the holes
@@ -724,9 +726,9 @@ def test_removes_unfinished_downloads_that_are_older(
 ) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     path = unfinished(store, age)
-    assert collect_garbage(store, older_than=older_than, dry_run=True).size > 0
+    assert collect_garbage(store=store, older_than=older_than, dry_run=True).size > 0
     assert path.exists()
-    assert path.name in names(collect_garbage(store, older_than=older_than).leftovers)
+    assert path.name in names(collect_garbage(store=store, older_than=older_than).leftovers)
     assert not path.exists()
 
 
@@ -735,7 +737,7 @@ def test_keeps_a_download_that_a_process_continues(store: LocalStore) -> None:
     path = unfinished(store, 30 * 86400)
     with store.ingest() as ingest:
         assert ingest.find(*UNFINISHED) is None
-        (kept,) = collect_garbage(store, older_than=0).kept_blobs
+        (kept,) = collect_garbage(store=store, older_than=0).kept_blobs
     assert kept.reason == "in use"
     assert kept.processes == (os.getpid(),)
     assert path.exists()
@@ -745,7 +747,7 @@ def test_removes_foreign_files_among_unfinished_downloads(store: LocalStore) -> 
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     foreign = unfinished(store, 0).with_name("notes.txt")
     foreign.write_text("no digest")
-    assert "notes.txt" in names(collect_garbage(store, older_than=0).leftovers)
+    assert "notes.txt" in names(collect_garbage(store=store, older_than=0).leftovers)
 
 
 def test_removes_the_folder_of_an_import_that_was_killed(store: LocalStore) -> None:
@@ -757,8 +759,8 @@ def test_removes_the_folder_of_an_import_that_was_killed(store: LocalStore) -> N
             (folder / "inner").mkdir(parents=True)
             (folder / "inner" / "config.json").write_bytes(b"12345")
         assert measure_usage(store=store).temporary == Space(2, 10)
-        assert [item.size for item in collect_garbage(store, dry_run=True).leftovers] == [5]
-        collect_garbage(store)
+        assert [item.size for item in collect_garbage(store=store, dry_run=True).leftovers] == [5]
+        collect_garbage(store=store)
         assert living.exists()
         assert not dead.exists()
 
@@ -777,11 +779,11 @@ def test_removes_old_notes_of_uploads_that_no_process_continues(store: LocalStor
     with PushCache(store, remote) as notes:
         notes.add([digest])
         notes.keep_session(digest, UploadSession("http://127.0.0.1:5000/upload", 5))
-        collect_garbage(store)
+        collect_garbage(store=store)
         assert age() == {"lock", "registry", "upload"}
-        collect_garbage(store)
+        collect_garbage(store=store)
         assert age() == {"lock", "registry"}
-    collect_garbage(store, dry_run=True)
+    collect_garbage(store=store, dry_run=True)
     assert age() == {"lock", "registry"}
-    collect_garbage(store)
+    collect_garbage(store=store)
     assert age() == {"registry"}

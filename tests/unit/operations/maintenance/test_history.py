@@ -88,7 +88,7 @@ def test_giving_a_name_the_same_manifest_again_is_no_history(store: LocalStore) 
 
 def test_history_keeps_no_blob_alive_and_goes_with_the_blobs(store: LocalStore) -> None:
     remove_models(["first"], store=store)
-    collected = collect_garbage(store, older_than=0)
+    collected = collect_garbage(store=store, older_than=0)
 
     # The history of the name that was removed, and of the one that had its model.
     assert (len(collected.blobs), len(collected.leftovers)) == (1, 2)
@@ -110,7 +110,7 @@ def test_what_gc_has_half_removed_cannot_be_restored(store: LocalStore) -> None:
 def test_a_frozen_former_model_can_be_restored(store: LocalStore) -> None:
     freeze_models(["first", "second", "third", "model"], store=store)
     remove_models(["second"], store=store)
-    collect_garbage(store, older_than=3600)
+    collect_garbage(store=store, older_than=3600)
 
     restore_model("model", store=store)
 
@@ -131,7 +131,7 @@ def test_a_removed_name_can_be_restored_and_keeps_its_history(store: LocalStore)
 def test_what_gc_has_removed_with_a_name_is_not_restored(store: LocalStore) -> None:
     put(store, "own", {"own": 9})
     remove_models(["own"], store=store)
-    collect_garbage(store, older_than=0)
+    collect_garbage(store=store, older_than=0)
     with pytest.raises(ModelNotFound):
         restore_model("own", store=store)
 
@@ -181,7 +181,7 @@ def test_gc_reads_each_former_manifest_once_and_none_while_it_keeps_others_waiti
             return read_regular(path, limit)
 
     monkeypatch.setattr(history, "read_regular", noted)
-    collected = collect_garbage(store, older_than=0)
+    collected = collect_garbage(store=store, older_than=0)
     assert set(reads) == paths
     assert len(reads) == len(paths) == 3
     assert len(collected.leftovers) == 2
@@ -208,7 +208,7 @@ def test_damaged_files_are_skipped_and_removed(store: LocalStore) -> None:
         path.write_bytes(b"{")
 
     assert ids(store) == []
-    collect_garbage(store, older_than=0)
+    collect_garbage(store=store, older_than=0)
     assert files_of(store) == []
 
 

@@ -48,7 +48,7 @@ def test_a_store_that_lost_all_manifests_is_faulty(store: LocalStore) -> None:
     assert (fault.reference, fault.blob) == ("", "")
     # The same as gc says, which counts old blobs alone.
     make_old(store)
-    assert collect_garbage(store, dry_run=True).refusal == fault.message
+    assert collect_garbage(store=store, dry_run=True).refusal == fault.message
 
 
 def test_a_store_that_lost_most_manifests_is_faulty(store: LocalStore) -> None:
@@ -69,7 +69,7 @@ def test_removed_models_are_not_lost(store: LocalStore) -> None:
     make_old(store)
     remove_models(["m"], store=store)
     assert not verify_models(store=store).faults
-    assert collect_garbage(store, dry_run=True).refusal
+    assert collect_garbage(store=store, dry_run=True).refusal
 
 
 @pytest.mark.parametrize("is_running", [True, False])

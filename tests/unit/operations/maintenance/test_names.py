@@ -182,7 +182,7 @@ def test_nothing_is_collected_or_removed_during_the_change(
 
     def concurrently(reference: Reference) -> None:
         for attempt in (
-            lambda: collect_garbage(other, older_than=0, force=True),
+            lambda: collect_garbage(store=other, older_than=0, force=True),
             lambda: remove_models([A], store=other),
             lambda: copy_model(A, reference, store=other),
         ):
@@ -352,7 +352,7 @@ def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore)
     assert outcomes["cp"][-1] == (0, old | new)
     assert {frozenset(old), frozenset()} <= found["rm"]
     assert all(len(steps) > 8 for steps in outcomes.values())
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert list(store.folder("temporary").iterdir()) == []
     assert list(store.folder("leases").iterdir()) == []
 
@@ -394,7 +394,7 @@ def test_reports_what_a_collection_frees(
         assert len(listed(store)) == 3
         removed = remove_models(names, store=store, dry_run=dry_run)
         assert (removed.blobs, removed.size) == (len(expected), sum(expected))
-    collected = collect_garbage(store, older_than=0, force=True)
+    collected = collect_garbage(store=store, older_than=0, force=True)
     assert len(collected.blobs) == removed.blobs
     assert sum(item.size for item in collected.blobs) == removed.size
 
@@ -572,5 +572,5 @@ def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Pa
     assert names - {"caught:latest"} == {f"m:{rounds}", f"c:{rounds}"}
     assert verify_models(store=store).faults == ()
     # Each blob of the prey was garbage once, except the one that was caught.
-    left = len(collect_garbage(store, older_than=0, force=True).blobs)
+    left = len(collect_garbage(store=store, older_than=0, force=True).blobs)
     assert int(output) + left == rounds - len(names & {"caught:latest"})

@@ -518,7 +518,7 @@ def test_a_rebuilt_blob_is_not_garbage(
     ready: list[Path] = []
 
     def collecting(self: _Repair, item: Descriptor, path: Path) -> None:
-        collect_garbage(LocalStore(store.root), older_than=0, force=True)
+        collect_garbage(store=LocalStore(store.root), older_than=0, force=True)
         ready.append(path)
         place(self, item, path)
 
@@ -541,7 +541,7 @@ def test_a_blob_of_a_model_that_is_removed_during_the_repair_becomes_garbage(
     monkeypatch.setattr(_Repair, "_place", removing)
     assert repair_models(source=folder, store=store).faults == ()
     assert is_whole(store)
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert list(store.folder("blobs").iterdir()) == []
 
 
@@ -664,7 +664,7 @@ def test_repairs_and_collections_do_not_harm_each_other(
         return repair_models(source=folder, store=LocalStore(store.root), jobs=2)
 
     def collect() -> object:
-        return collect_garbage(LocalStore(store.root), older_than=0, force=True)
+        return collect_garbage(store=LocalStore(store.root), older_than=0, force=True)
 
     works: Iterable[Callable[[], object]] = (repair, repair, collect)
     threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
@@ -732,7 +732,7 @@ def check_after_a_crash(store: LocalStore, right: dict[Path, bytes], folder: Pat
     """Check that another repair succeeds, and that nothing is lost or left behind."""
     assert repair_models(source=folder, store=store).faults == ()
     assert {path: path.read_bytes() for path in right} == right
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
     assert left_over(store) == []
     assert set(store.folder("blobs").iterdir()) == set(right)
 

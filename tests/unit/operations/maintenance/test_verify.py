@@ -492,7 +492,7 @@ def changing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 def remove(store: LocalStore) -> None:
     store.manifest_path(NAME).unlink()
-    collect_garbage(store, older_than=0, force=True)
+    collect_garbage(store=store, older_than=0, force=True)
 
 
 @pytest.mark.parametrize("names", [(), (NAME,)], ids=["all", "named"])

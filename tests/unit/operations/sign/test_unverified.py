@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named_and_gc_removes_it(store: LocalStore, key: KeyFi
     assert "'blobstore sign model:latest --key FILE'" in caught.value.advice
     (model,) = check_signatures("model", store=store)
     assert all(f"{path.name}' is damaged" in str(model.signatures) for path in paths)
-    assert {item.path.name for item in collect_garbage(store).leftovers} == {
+    assert {item.path.name for item in collect_garbage(store=store).leftovers} == {
         path.name for path in paths
     }
     blobstore.sign("model", key.private, store=store)
@@ -244,15 +244,15 @@ def test_gc_removes_unverified_signatures_that_no_key_of_the_policy_made(
         store.keep_signature(manifest, forged(manifest, number), is_verified=is_verified)
     store.keep_signature(manifest, b"[]", is_verified=True)
     age(store)
-    assert not collect_garbage(store).leftovers  # without a policy, nobody can say
+    assert not collect_garbage(store=store).leftovers  # without a policy, nobody can say
     pin(store, manifest)
-    assert not collect_garbage(store).leftovers
+    assert not collect_garbage(store=store).leftovers
     store.policy_path.write_text("rules")
-    assert not collect_garbage(store).leftovers
+    assert not collect_garbage(store=store).leftovers
     policy(store, key)
-    dry = collect_garbage(store, dry_run=True).leftovers
+    dry = collect_garbage(store=store, dry_run=True).leftovers
     assert len(dry) == 1
-    assert collect_garbage(store).leftovers == dry
+    assert collect_garbage(store=store).leftovers == dry
     # Those that somebody has verified stay: another user of the store may have another policy.
     assert set(store.signatures(manifest)) == real | {forged(manifest, 1), b"[]"}
 
@@ -263,7 +263,7 @@ def test_gc_keeps_a_signature_that_it_cannot_read(store: LocalStore, key: KeyFil
     for kept in store.kept_signatures(manifest_of(store)):
         kept.path.unlink()
         kept.path.mkdir()
-    assert not collect_garbage(store).leftovers
+    assert not collect_garbage(store=store).leftovers
 
 
 def test_gc_reads_intact_signatures_only_while_others_may_write(
@@ -279,7 +279,7 @@ def test_gc_reads_intact_signatures_only_while_others_may_write(
             return read_regular(path, limit)
 
     monkeypatch.setattr(signatures, "read_regular", noted)
-    assert not collect_garbage(store).leftovers
+    assert not collect_garbage(store=store).leftovers
     assert sorted(reads) == sorted(store.folder("signatures").rglob("*.sig"))
 
 
@@ -298,7 +298,7 @@ def test_gc_keeps_a_damaged_signature_that_was_written_again_since_it_looked(
         return alone()
 
     monkeypatch.setattr(store, "exclusive_lock", locked)
-    assert not collect_garbage(store).leftovers
+    assert not collect_garbage(store=store).leftovers
     assert path.read_bytes() == data
 
 

@@ -280,14 +280,14 @@ def test_gc_removes_no_blob_that_is_being_pushed(
     def collect(self: Any, *arguments: Any, **options: Any) -> int:
         if origin.has_model("org/Dense"):
             blobstore.remove("org/Dense", store=origin)
-        blobstore.gc(origin, older_than=0, force=True)
+        blobstore.gc(store=origin, older_than=0, force=True)
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(RegistryClient, "upload_blob", collect)
     push(origin, remote, streams=1)
     assert read_back(remote)[0].manifest == data
     monkeypatch.undo()
-    blobstore.gc(origin, older_than=0, force=True)
+    blobstore.gc(store=origin, older_than=0, force=True)
     assert not list(origin.folder("blobs").glob("sha256-*"))
 
 

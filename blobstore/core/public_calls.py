@@ -1,0 +1,111 @@
+"""What callers from other libraries guess wrong: names of functions, names of arguments, and their places.
+
+Such a call is an error in one line with the right spelling. A call that is right costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core.escape import most_like, question, quote
+from blobstore.core.synonyms import COMMANDS
+from blobstore.errors import InvalidCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+FUNCTIONS: Final = {
+    "cat": "read_file",
+    "cp": "copy",
+    "mv": "rename",
+    "rm": "remove",
+    "tag": "copy",
+}
+"""The functions of the commands that have another name."""
+_NAMES: Final = {
+    **dict.fromkeys(
+        ("load", "load_file", "from_pretrained", "safe_open", "get", "resolve"), "open"
+    ),
+    **dict.fromkeys(("save", "save_file", "save_pretrained", "dump"), "save"),
+    **dict.fromkeys(("Store", "Blobstore"), "LocalStore"),
+    **dict.fromkeys(("exists", "has"), "LocalStore.has_model"),
+}
+"""What other libraries call our functions, where the command line has other names or none."""
+_ARGUMENTS: Final = {
+    **dict.fromkeys(
+        ("name", "names", "model", "repo_id", "tag"), ("reference", "references", "target")
+    ),
+    **dict.fromkeys(
+        ("path", "out", "output", "dest", "dst", "dir", "output_dir", "local_dir"),
+        ("folder", "path", "target"),
+    ),
+    **dict.fromkeys(("root", "home", "cache_dir", "store_path"), ("store",)),
+    **dict.fromkeys(("state_dict", "model_state"), ("tensors",)),
+    **dict.fromkeys(("threads", "workers", "max_workers", "n_jobs"), ("jobs",)),
+    **dict.fromkeys(("exist_ok", "replace", "force", "overwrite"), ("force", "overwrite")),
+    **dict.fromkeys(("src", "url", "address"), ("source", "remote")),
+    "callback": ("progress",),
+}
+"""What other libraries call our arguments; the first that a function has is meant."""
+
+
+def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a public function under its public name, whose wrong calls raise InvalidCall."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside of the function
+            wrong = error
+        raise _wrong_call(name, function, args, kwargs, wrong)
+
+    # For help(), and for pickle, which finds the function again by them.
+    call.__module__, call.__name__, call.__qualname__ = "blobstore", name, name
+    return call
+
+
+def advice_on_name(name: str, public: Collection[str]) -> str:
+    """Return which public names may be meant by one that does not exist, as the end of an error."""
+    stem = name.removesuffix("s").removesuffix("_model")
+    for guess in (name, stem):
+        found = _NAMES.get(guess) or COMMANDS.get(guess, guess)
+        found = FUNCTIONS.get(found, found)
+        if found.partition(".")[0] in public:
+            return f"; {question([found])}"
+    near = most_like(name, public, 0.7)
+    return f"; {question(near)}" if near else ""
+
+
+def _wrong_call(
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: TypeError,
+) -> InvalidCall:
+    parameters = inspect.signature(function).parameters
+    places = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    for word in kwargs:
+        if word not in parameters:
+            meant = [one for one in _ARGUMENTS.get(word, ()) if one in parameters][:1]
+            advice = question(meant or most_like(word, parameters, 0.7))
+            return InvalidCall(
+                f"{name}() has no argument {quote(word)}",
+                advice=advice or f"its arguments are {', '.join(parameters)}",
+            )
+    if len(args) > len(places):
+        extra = args[len(places)]
+        is_path = isinstance(extra, str | os.PathLike) or "Store" in type(extra).__name__
+        return InvalidCall(
+            f"{name}() takes {len(places) or 'no'} arguments without a name, got {len(args)}",
+            advice=f"write {name}({'…, ' if places else ''}store={extra!r})"
+            if is_path and "store" in parameters
+            else f"name the others: {', '.join(one for one in parameters if one not in places)}",
+        )
+    return InvalidCall(f"{name}() {str(error).partition('() ')[2]}")

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import blobstore
+from blobstore.cli.main import _COMMANDS
+from blobstore.core import public_calls
+from blobstore.core.synonyms import COMMANDS
+from blobstore.errors import BlobstoreError, InvalidCall, UsageError
+
+
+def guess(text: str) -> str:
+    """Return the error of a call that somebody guesses."""
+    with pytest.raises((BlobstoreError, AttributeError)) as caught:
+        eval(text, {"blobstore": blobstore, "Path": Path, "store": blobstore.LocalStore("there")})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("list('there')", "list() takes no arguments without a name, got 1; write list(store='there')"),
+        ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
+        ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
+        ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),
+        ("create('a', 'b', 'there')", "create() takes 2 arguments without a name, got 3; write create(…, store='there')"),
+        ("verify('/there')", "not a model name: '/there' is a path; store= takes a store"),
+        ("verify(Path('there'))", "a name is a text, got 'PosixPath'; store= takes a store"),
+        ("verify(store)", "a name is a text, got 'LocalStore'; store= takes a store"),
+        ("verify({'a': 1})", "a name is a text, got 'dict'; store= takes a store"),
+        ("verify('a', store=3)", "a path is a text or a Path, got 'int'"),
+        ("create(source='a', name='b')", "create() has no argument 'name'; did you mean 'reference'?"),
+        ("verify(sotre='there')", "verify() has no argument 'sotre'; did you mean 'store'?"),
+        ("remove('a', zzz=1)", "remove() has no argument 'zzz'; its arguments are references, store, dry_run"),
+        ("diff('a')", "diff() missing 1 required positional argument: 'theirs'"),
+        ("create('a', 'b', source='c')", "create() got multiple values for argument 'source'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_the_right_one_in_one_line(call: str, message: str) -> None:
+    assert guess(f"blobstore.{call}").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {
+        "load": "open",
+        "ls": "list",
+        "import_model": "create",
+        "delete_models": "remove",
+        "prune": "gc",
+        "tag": "copy",
+        "exists": "LocalStore.has_model",
+        "freze": "freeze",
+    }.items(),
+)
+def test_a_name_that_does_not_exist_says_which_one_is_meant(name: str, meant: str) -> None:
+    assert guess(f"blobstore.{name}").endswith(f"; did you mean {meant!r}?")
+
+
+def test_a_name_that_is_like_no_other_is_reported_alone() -> None:
+    assert guess("blobstore.zzz") == "module 'blobstore' has no attribute 'zzz'"
+    assert not hasattr(blobstore, "__wrapped__")
+
+
+def test_every_synonym_leads_to_a_command_or_a_public_name() -> None:
+    named = {name.partition(".")[0] for name in public_calls._NAMES.values()}
+    functions = named | set(public_calls.FUNCTIONS.values())
+
+    assert functions <= set(blobstore.__all__)
+    assert set(COMMANDS.values()) <= set(_COMMANDS)
+
+
+def test_an_error_inside_of_a_function_stays_what_it_is() -> None:
+    def fails(value: Any) -> int:
+        return len(value)
+
+    call = public_calls.checked_calls("fails", fails)
+
+    with pytest.raises(TypeError, match="no len") as caught:
+        call(3)
+    assert not isinstance(caught.value, InvalidCall)
+    assert call("abc") == 3
+
+
+def test_a_wrong_call_is_a_type_error_too() -> None:
+    assert issubclass(InvalidCall, TypeError)
+    assert issubclass(InvalidCall, UsageError)
+
+
+def test_public_functions_are_pickled_by_their_names() -> None:
+    assert pickle.loads(pickle.dumps(blobstore.list)) is blobstore.list
