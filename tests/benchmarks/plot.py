@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 _OURS = "#1a6fb5"
 _PEERS = "#9a9a9a"
+_DARK = """
+@media (prefers-color-scheme: dark) { :root { filter: invert(0.87) hue-rotate(180deg) } }"""
 
 
 class Point(NamedTuple):
@@ -51,3 +53,5 @@ def draw(panels: Mapping[str, Sequence[Point]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
