@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from blobstore.store.locks import JoinedLease, Lease
 
 _SYNC_THREADS = 4
+_HASHED_WHILE_LISTED = 64
+"""Bytes hashed while one byte of a folder is listed: measured 7 µs per file of 116 bytes on ext4, 0.85 ns per byte."""
 _MAX_UNSYNCED = 64
 """Files written but not yet synced; each holds a descriptor."""
 
@@ -84,6 +86,8 @@ class Ingest:
         self._partial: dict[Path, FileState] = {}
         """The complete partial files among these, which other processes may publish too."""
         self._verified = VerifiedBlobs(store)
+        self._hashed_in_vain = 0
+        """Bytes of new blobs that were hashed before they were written, and once more then."""
         self._damaged: set[Digest] = set()
         self.repaired: dict[Digest, Path | None] = {}
         """The damaged blobs that were replaced, and where the damaged files are now."""
@@ -97,9 +101,24 @@ class Ingest:
         return self
 
     @functools.cached_property
+    def _listing_cost(self) -> float:
+        """What it costs to list the sizes of all blobs, as bytes that are hashed in the same time."""
+        with contextlib.suppress(OSError):
+            return os.stat(self._layout.blobs).st_size * _HASHED_WHILE_LISTED  # noqa: PTH116
+        return 0.0
+
+    @functools.cached_property
     def _sizes(self) -> set[int]:
         """Sizes of the blobs that the store had; a blob of another size is new."""
         return self._store.blob_sizes()
+
+    def _may_exist(self, size: int) -> bool:
+        """Return whether the store may have a blob of this size, so that it is hashed before it is written.
+
+        The sizes are listed only when that costs less than what has been hashed in vain: a small model does not pay
+        for a large store.
+        """
+        return self._hashed_in_vain + size <= self._listing_cost or size in self._sizes
 
     @property
     def name(self) -> str:
@@ -127,8 +146,8 @@ class Ingest:
     def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Add a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
 
-        A blob that exists already is not rewritten, unless it is damaged. If the store has a blob of the same size,
-        ``buffers`` is hashed first, and read again if the blob is new; otherwise it is hashed and
+        A blob that exists already is not rewritten, unless it is damaged. If the store may have it, judged by the
+        size, ``buffers`` is hashed first, and read again if the blob is new; otherwise it is hashed and
         written in one pass. With ``once`` it always is, for bytes that take longer to compute than to
         write; those of a blob that exists are discarded.
 
@@ -143,7 +162,7 @@ class Ingest:
             self._check_open()
             self._active += 1
         try:
-            if size in self._sizes and not once:
+            if not once and self._may_exist(size):
                 digester = Digester()
                 for buffer in buffers():
                     self._check_open()
@@ -151,6 +170,8 @@ class Ingest:
                 present = self.find(digester.digest(), size)
                 if present is not None:
                     return present
+                with self._changed:
+                    self._hashed_in_vain += size
             return self._write(size, buffers())
         finally:
             with self._changed:

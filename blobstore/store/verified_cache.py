@@ -12,6 +12,12 @@ times of its last changes. While the file still has that state, nobody has writt
   detect that; callers that must know hash again.
 
 A cache that others could have written is ignored: each user has their own, writable by nobody else.
+
+The file is a hash table, so that a look or a note costs the same however many entries there are. After a page with
+the header come 2**n pages of records of fixed width. The first bits of a key say in which page its record is; if that
+page is full, the file is replaced by one with twice as many pages. A record holds the key, the five numbers of the
+state, and a checksum. Processes write records in place and without a lock: a record that is torn, or lost because
+two processes wrote at once, is a blob that is hashed again.
 """
 
 from __future__ import annotations
@@ -21,23 +27,32 @@ import functools
 import os
 import secrets
 import stat
+import struct
 import time
-from typing import TYPE_CHECKING, NamedTuple
+import zlib
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion, open_regular, read_exactly, write_file
+from blobstore.core.files import FileVersion, check_regular, read_exactly, replacing, write_all
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from blobstore.store.blobs import BlobReader
     from blobstore.store.cold import ColdBlob
 
-_HEADER = b"verified blobs 1\n"
-_MAX_ENTRIES = 1 << 16
-_MAX_BYTES = 16 << 20
+_PAGE: Final = 4096
+_HEADER: Final = b"verified blobs 2\n".ljust(_PAGE, b"\0")
+_MAX_PAGES: Final = 1 << 20
+"""Four GiB: beyond them, a full page takes no more records."""
+_RECORD: Final = struct.Struct("<32s3Q2q")
+_SLOT: Final = _RECORD.size + 4
+"""Bytes of a record and its checksum. A page holds up to 53."""
+_EMPTY: Final = bytes(_SLOT)
+_OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MARGIN_NS = 3 * 10**9
 """More than the coarsest clock of any file system, two seconds on FAT."""
 _OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -59,13 +74,10 @@ class VerifiedBlobs:
         self._store = store
         self._path = store._layout.verified(os.geteuid())
         self._new: dict[str, FileVersion | None] = {}
-        self._entries: dict[str, FileVersion] = {}
-        self._read_at: FileVersion | None = None
-        """The version of the cache's file that has these entries."""
 
     def has(self, digest: Digest, size: int) -> bool:
         """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
-        known = self._known.get(digest.hex)
+        known = self._known(digest.hex)
         if known is None:
             return False
         return known == _version(self._store.blob_path(digest)) and known.size == size
@@ -78,16 +90,14 @@ class VerifiedBlobs:
             _, state = self._open_cold(digest, size)
         except BlobstoreError:
             return False
-        known = self._known.get(state.key)
+        known = self._known(state.key)
         return known is not None and known == state.versions[0]
 
     @property
     def saved_at(self) -> float:
         """When blobs were last found intact, in seconds since the epoch; 0 if they never were."""
-        try:
-            return self._path.stat().st_mtime if self._known else 0.0
-        except OSError:
-            return 0.0
+        with _opened(self._path) as table:
+            return os.fstat(table.descriptor).st_mtime if table else 0.0
 
     @contextlib.contextmanager
     def noting(self, digest: Digest) -> Iterator[None]:
@@ -137,29 +147,31 @@ class VerifiedBlobs:
 
     def save(self) -> None:
         """Write the new entries, or do nothing if the store cannot be written."""
-        if not self._new:
-            return
-        old = _read(self._path)  # read again: other processes write to it too
-        known = {spelled: version for spelled, version in old.items() if spelled not in self._new}
-        known |= {spelled: version for spelled, version in self._new.items() if version is not None}
-        if known != old:
-            latest = list(known.items())[-_MAX_ENTRIES:]
-            lines = (f"{spelled} {' '.join(map(str, version))}\n" for spelled, version in latest)
-            text = "".join(lines).encode()
-            data = [_HEADER, f"{Digest.of(text)}\n".encode(), text]
-            # Not synced: a torn file does not have the digest in its second line, and counts as
-            # empty.
-            with contextlib.suppress(OSError):
-                write_file(self._path, data, mode=0o600, durable=False)
+        with contextlib.suppress(OSError):
+            while self._new:
+                with _opened(self._path, os.O_RDWR) as table:
+                    self._new = table.put(self._new) if table else self._new
+                    if not self._new or (table and table.pages >= _MAX_PAGES):
+                        break
+                    self._grow(table)
 
-    @property
-    def _known(self) -> dict[str, FileVersion]:
-        version = _version(self._path)
-        if (
-            version != self._read_at
-        ):  # another process, or another thread with an instance of its own, has saved
-            self._entries, self._read_at = _read(self._path), version
-        return self._entries
+    def _grow(self, old: _Table | None) -> None:
+        """Replace the file by one with twice as many pages, or more for many new entries, or create it.
+
+        It is not synced: what a power cut leaves of it has wrong checksums, or is old.
+        """
+        pages = 2 * old.pages if old else 1
+        pages = max(pages, 1 << (len(self._new) * 2 * _SLOT // _PAGE).bit_length())
+        with replacing(self._path, mode=0o600, durable=False) as descriptor:
+            write_all(descriptor, _HEADER)
+            os.ftruncate(descriptor, (1 + pages) * _PAGE)
+            new = _Table(descriptor, pages)
+            for page in old.all() if old else ():
+                new.put(dict(_records(page)))
+
+    def _known(self, key: str) -> FileVersion | None:
+        with _opened(self._path) as table:
+            return table.get(key) if table else None
 
     @functools.cached_property
     def _latest(self) -> int:
@@ -196,29 +208,101 @@ def _version(path: str | Path) -> FileVersion | None:
     return FileVersion.of_status(found) if stat.S_ISREG(found.st_mode) else None
 
 
-def _read(path: Path) -> dict[str, FileVersion]:
-    """Return the entries of a cache file, none if this user did not write it."""
+class _Table:
+    """The pages of an open cache file."""
+
+    def __init__(self, descriptor: int, pages: int) -> None:
+        self.descriptor = descriptor
+        self.pages = pages
+
+    def get(self, key: str) -> FileVersion | None:
+        """Return the version under a key, or None."""
+        page = self.page(self._number(key))
+        return _record(page, _find(page, bytes.fromhex(key)))
+
+    def put(self, entries: Mapping[str, FileVersion | None]) -> dict[str, FileVersion | None]:
+        """Write entries, or remove those without a version; return those whose pages are full.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        of_page = defaultdict[int, list[str]](list)
+        for key in entries:
+            of_page[self._number(key)].append(key)
+        full: dict[str, FileVersion | None] = {}
+        for number, keys in of_page.items():
+            page = bytearray(self.page(number))
+            for key in keys:
+                version, begin = entries[key], _find(page, bytes.fromhex(key))
+                if begin is None and version is not None:
+                    begin = _find(page, _EMPTY)
+                    if begin is None:
+                        full[key] = version
+                if begin is None:
+                    continue
+                slot = _EMPTY if version is None else _slot(key, version)
+                # Only the record, so that others that are written to the page in the meantime are kept.
+                if page[begin : begin + _SLOT] != slot:
+                    page[begin : begin + _SLOT] = slot
+                    os.pwrite(self.descriptor, slot, (1 + number) * _PAGE + begin)
+        return full
+
+    def all(self) -> Iterator[bytes]:
+        """Yield the pages."""
+        return map(self.page, range(self.pages))
+
+    def page(self, number: int) -> bytes:
+        """Return the bytes of a page; none after the end of a file that has become shorter."""
+        return read_exactly(self.descriptor, _PAGE, (1 + number) * _PAGE)
+
+    def _number(self, key: str) -> int:
+        return int(key[:8], 16) * self.pages >> 32
+
+
+@contextlib.contextmanager
+def _opened(path: Path, access: int = os.O_RDONLY) -> Iterator[_Table | None]:
+    """Open a cache file; give None if there is none that this user has written and nobody else could."""
     try:
-        descriptor, size = open_regular(path, follow=False)
+        descriptor, size = check_regular(os.open(path, access | _OPEN_FLAGS), path)
     except (OSError, BlobstoreError):
-        return {}
+        yield None
+        return
     try:
         found = os.fstat(descriptor)
-        if size > _MAX_BYTES or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_CAN_WRITE:
-            return {}
-        data = read_exactly(descriptor, size, 0)
-    except OSError:
-        return {}
+        pages = size // _PAGE - 1
+        is_ours = found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_CAN_WRITE
+        is_whole = pages > 0 and pages & (pages - 1) == 0 and size == (1 + pages) * _PAGE
+        is_whole = is_whole and read_exactly(descriptor, _PAGE, 0) == _HEADER
+        yield _Table(descriptor, pages) if is_ours and is_whole else None
     finally:
         os.close(descriptor)
-    digest, _, text = data.removeprefix(_HEADER).partition(b"\n")
-    if not data.startswith(_HEADER) or digest != str(Digest.of(text)).encode():
-        return {}
-    known: dict[str, FileVersion] = {}
-    try:
-        for line in text.decode("ascii").splitlines():
-            spelled, *numbers = line.split(" ")
-            known[spelled] = FileVersion(*map(int, numbers))
-    except (TypeError, ValueError):
-        return {}
-    return known
+
+
+def _find(page: bytes | bytearray, start: bytes) -> int | None:
+    """Return where the record of a page begins that starts so, or None."""
+    begin = page.find(start)
+    while begin % _SLOT and begin >= 0:
+        begin = page.find(start, begin + 1)
+    return begin if begin >= 0 else None
+
+
+def _record(page: bytes | bytearray, begin: int | None) -> FileVersion | None:
+    """Return the version in the record at a place of a page; None if its checksum is wrong."""
+    slot = b"" if begin is None else bytes(page[begin : begin + _SLOT])
+    data = slot[: _RECORD.size]
+    if len(slot) < _SLOT or zlib.crc32(data).to_bytes(4, "little") != slot[_RECORD.size :]:
+        return None
+    return FileVersion(*_RECORD.unpack(data)[1:])
+
+
+def _records(page: bytes) -> Iterator[tuple[str, FileVersion]]:
+    """Yield the keys of a page with their versions."""
+    for begin in range(0, len(page) - _SLOT + 1, _SLOT):
+        version = _record(page, begin)
+        if version is not None:
+            yield page[begin : begin + 32].hex(), version
+
+
+def _slot(key: str, version: FileVersion) -> bytes:
+    data = _RECORD.pack(bytes.fromhex(key), *version)
+    return data + zlib.crc32(data).to_bytes(4, "little")

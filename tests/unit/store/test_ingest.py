@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, DamagedSource, StoreError
+from blobstore.store import ingest as ingests
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -79,6 +81,45 @@ def test_an_existing_blob_is_only_read(store: LocalStore) -> None:
 
     with store.ingest() as ingest:
         assert not ingest.add(3, read).written
+
+
+@pytest.mark.parametrize(("budget", "listings"), [(10**6, 0), (0, 1)])
+def test_the_sizes_of_all_blobs_are_listed_only_if_that_is_cheaper_than_hashing(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, budget: int, listings: int
+) -> None:
+    monkeypatch.setattr(ingests, "_HASHED_WHILE_LISTED", budget)
+    put(store, b"abc")
+    calls: list[int] = []
+    real = store.blob_sizes
+
+    def sizes() -> set[int]:
+        calls.append(1)
+        return real()
+
+    monkeypatch.setattr(store, "blob_sizes", sizes)
+    with store.ingest() as ingest:
+        for data in (b"abc", b"xyz", b"longer"):
+            ingest.add(len(data), partial(iter, [data]))
+        ingest.publish()
+    assert len(calls) == listings
+    assert len(blobs(store)) == 3
+
+
+def test_what_is_hashed_in_vain_is_less_than_a_listing_costs(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, b"abc")
+    reads: list[int] = []
+
+    def read() -> list[bytes]:
+        reads.append(len(reads))
+        return [len(reads).to_bytes(100, "big")]
+
+    with store.ingest() as ingest:
+        monkeypatch.setattr(type(ingest), "_listing_cost", 250)
+        for _ in range(5):
+            ingest.add(100, read)
+    assert len(reads) == 2 * 2 + 3
 
 
 def test_the_same_bytes_twice_in_one_import_are_one_blob(store: LocalStore) -> None:
