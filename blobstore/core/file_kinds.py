@@ -49,6 +49,7 @@ PICKLE: Final = FileKind(
     "show its contents with 'blobstore inspect'",
 )
 _NPZ: Final = FileKind("a NumPy archive")
+ZIP: Final = FileKind("a zip archive", "unpack it first")
 _TAR: Final = FileKind(
     "a tar archive: a checkpoint of torch before 0.2, or a packed folder",
     "unpack it, or load it with torch and save it again",
@@ -69,6 +70,7 @@ def _pointer(program: str, command: str) -> FileKind:
 
 _MARKS: Final = (
     (0, b"GGUF", GGUF),
+    (0, b"\0\x05\x16\x07", FileKind("what macOS notes about a file, not the file itself", "take the file without '._'", "absent")),
     (0, b"\x89HDF\r\n", FileKind("an HDF5 file, as Keras writes it")),
     (0, b"\x93NUMPY", FileKind("a numpy array")),
     (4, b"TFL3", FileKind("a TensorFlow Lite file")),
@@ -106,7 +108,7 @@ _PATTERNS: Final = tuple(
             FileKind("the text of a link, not the file itself", "download it again", "absent"),
         ),
         (
-            rb"(\xef\xbb\xbf)?+\s*+(<\?xml[^>]*>\s*)?+<(!doctype html|html|head\b|body|error\b)",
+            rb"\s*+(<\?xml[^>]*>\s*)?+<(!doctype html|html|head\b|body|error\b)",
             PAGE,
         ),
         (
@@ -165,6 +167,10 @@ _ERROR_KEYS: Final = frozenset(
 )
 _ERRORS: Final = ("error", "errors", "message", "detail", "msg")
 _ZIP_ENTRY: Final = re.compile(rb"PK\x03\x04.{22}(?P<length>..)", re.DOTALL)
+_OF_MODEL_FOLDER: Final = re.compile(
+    rb"(?!.*/extra/).*\.(safetensors|gguf|bin|pth?|ckpt|onnx|json|txt|md|model|jinja)", re.DOTALL
+)
+"""Matches the first names in zip archives of model folders. TorchScript has files of any name in ``extra``."""
 _DOCUMENTS: Final = (".html", ".htm", ".xhtml", ".md", ".svg")
 """Endings of files that may be pages."""
 _FILLED: Final = (
@@ -206,8 +212,7 @@ def kind_of(head: bytes) -> FileKind | None:
     if not head:
         return EMPTY
     if entry := _ZIP_ENTRY.match(head):
-        end = 30 + int.from_bytes(entry["length"], "little")
-        return _NPZ if head[30:end].endswith(b".npy") else CHECKPOINT
+        return _kind_of_zip(head[30 : 30 + int.from_bytes(entry["length"], "little")])
     if head[8:10] in (b'{"', b"{}", b"{ ") and not any(head[5:8]):
         return SAFETENSORS
     for offset, mark, kind in _MARKS:
@@ -217,10 +222,25 @@ def kind_of(head: bytes) -> FileKind | None:
         return CHECKPOINT
     if not any(head):
         return ZEROS
+    text = _as_utf8(head)
     for pattern, kind in _PATTERNS:
-        if pattern.match(head):
+        if pattern.match(text):
             return kind
-    return _kind_of_error(head)
+    return _kind_of_error(text)
+
+
+def _kind_of_zip(name: bytes) -> FileKind:
+    """Return the kind of a zip archive by the name of its first entry."""
+    if name.endswith(b".npy"):
+        return _NPZ
+    return ZIP if _OF_MODEL_FOLDER.fullmatch(name) else CHECKPOINT
+
+
+def _as_utf8(head: bytes) -> bytes:
+    """Return a text as UTF-8 without a mark of its byte order, which editors of Windows add."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return head.decode("utf-16", "replace").encode()
+    return head.removeprefix(b"\xef\xbb\xbf")
 
 
 def kind_of_name(name: str) -> FileKind | None:

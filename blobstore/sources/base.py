@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from blobstore.errors import DamagedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +40,19 @@ KEPT_FILES = (
     *("NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
 )
 """Patterns of the small files that runtimes or users need."""
+COMPLETE: Final = "download the complete model"
+"""What to do with most sources that are damaged."""
+
+
+@contextlib.contextmanager
+def advising_download() -> Iterator[None]:
+    """Advise in a DamagedSource that advises nothing else to download the source again."""
+    try:
+        yield
+    except DamagedSource as error:
+        if error.advice or "; " in error.message:  # some messages have it in their text
+            raise
+        raise error.advising(COMPLETE) from error.__cause__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,13 @@ Files are selected from a tree, before anything is downloaded.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.file_kinds import HEAD
+from blobstore.core.file_kinds import HEAD, kind_of
 from blobstore.core.folder import Folder
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
@@ -21,6 +22,8 @@ from blobstore.sources.versions import SourceVersions
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_APPLE_DOUBLE = re.compile(r"\._(?!_)")
+"""Matches the start of what macOS writes next to each file on disks of others. Nobody misses it."""
 CACHED_REPOSITORY = "models--"
 """Start of the name of a repository's folder in the Hub's cache."""
 
@@ -102,7 +105,9 @@ class FileTree:
             except (FileNotFoundError, NotADirectoryError):
                 there = []
             self._entries[folder] = {
-                name for name in there if not self.is_excluded(joined(folder, name))
+                name
+                for name in there
+                if not _APPLE_DOUBLE.match(name) and not self.is_excluded(joined(folder, name))
             }
         return self._entries.get(folder, set())
 
@@ -133,10 +138,15 @@ class FileTree:
         except OSError:
             if (self.root / name).is_symlink():  # pruned caches have such links
                 raise DamagedSource(
-                    f"{self.label(name)} is a broken link; download the complete model"
+                    f"{self.label(name)} is a broken link", advice=self._link_advice(name)
                 ) from None
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def _link_advice(self, name: str) -> str:
+        """Return the advice for a broken link, which may be one of git-annex."""
+        kind = kind_of(os.fsencode((self.root / name).readlink()))
+        return kind.advice if kind else ""
 
     def head(self, name: str) -> bytes | None:
         """Return the first bytes of a file, as many as say what it is; None if it is not here yet.
@@ -183,9 +193,7 @@ class FileTree:
         """
         size = self.size(name)
         if size is not None and size > most:
-            raise DamagedSource(
-                f"{self.label(name)} has {size} bytes, over the limit of {most}; download the complete model"
-            )
+            raise DamagedSource(f"{self.label(name)} has {size} bytes, over the limit of {most}")
         return self.path(name)
 
     def files_below(self, folder: str = "") -> Iterator[str]:

@@ -95,15 +95,19 @@ def check_complete(shards: Iterable[GgufShard]) -> None:
     for count, found in parts.items():
         numbers = {shard.parsed.metadata.get("split.no") for shard in found}
         path = quote(found[0].path)
-        if len(found) != count or len(numbers) != count:
+        absent = next((number for number in range(count) if number not in numbers), None)
+        if absent is not None:
             raise DamagedSource(
-                f"{path} is one of {count} parts of a model, and {len(numbers)} are read; create from the "
-                "folder that has all parts"
+                f"{path} is one of {count} parts of a model, and part {absent + 1} is not read",
+                advice="create from the folder that has all parts, or download the part",
+            )
+        if len(found) != count:
+            raise DamagedSource(
+                f"{path} is one of {count} parts of a model, and {len(found)} are here"
             )
         expected = found[0].parsed.metadata.get("split.tensors.count")
         tensors = sum(len(shard.parsed.tensors) for shard in found)
         if expected is not None and tensors != expected:
             raise DamagedSource(
-                f"{path} says that its {count} parts have {expected} tensors, and they have {tensors}; "
-                "download the complete model"
+                f"{path} says that its {count} parts have {expected} tensors, and they have {tensors}"
             )

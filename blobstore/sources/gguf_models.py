@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _START = 64 << 10
 """Bytes of a file that have its metadata up to the tokenizer."""
 _SHOWN = 5
+EACH_MODEL = "imports each model"
+"""The end of a notice of models that are left out."""
 
 
 class GgufModel(NamedTuple):
@@ -159,8 +161,8 @@ def _left_out(tree: FileTree, folder: str, found: GgufFiles, files: Sequence[str
         listed = join_some([tree.label(joined(folder, name)) for name in others], _SHOWN)
         advice = "--keep stores such files as they are"
         if role == "model":
-            advice = f"{cli_command('create', '--all', tree.place)} imports each model"
-        elif role in COMPANIONS:
+            advice = f"{cli_command('create', '--all', tree.place)} {EACH_MODEL}"
+        elif role in COMPANIONS and role in map(found.roles.get, files):
             advice = "--exclude leaves out the one that was taken instead"
         yield f"left out: {listed} (role: {role}); {advice}"
 

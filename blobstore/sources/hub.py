@@ -275,7 +275,10 @@ def commit_of(text: str) -> str:
 
 def cached_repository(path: Path) -> str | None:
     """Return the repository that a folder of a cache has; None if ``path`` is no such folder."""
-    if not path.name.startswith(CACHED_REPOSITORY) or not (path / "snapshots").is_dir():
+    inside = ("snapshots", "refs", "blobs")
+    if not path.name.startswith(CACHED_REPOSITORY) or not any(
+        (path / it).is_dir() for it in inside
+    ):
         return None
     return path.name.removeprefix(CACHED_REPOSITORY).replace("--", "/", 1)
 
@@ -298,10 +301,12 @@ def open_cached(
     repo = cached_repository(storage)
     if repo is None:
         return None
-    there = [it for it in (storage / "snapshots").iterdir() if COMMIT.fullmatch(it.name)]
+    there = [it for it in (storage / "snapshots").glob("*") if COMMIT.fullmatch(it.name)]
+    if not there:
+        raise DamagedSource(f"{quote(path)} has no snapshot of {quote(repo)}")
     folder = path if is_snapshot else cached_snapshot(storage, None)
     if folder is None and len(there) != 1:
-        names = ", ".join(sorted(map(quote, there))) or "there are none"
+        names = ", ".join(sorted(map(quote, there)))
         raise SourceError(
             f"{quote(path)} has no snapshot of the branch main; choose one of its snapshots: {names}"
         )

@@ -10,7 +10,7 @@ from blobstore.core.escape import quote, quote_place
 from blobstore.core.schemes import advice_for, scheme_of
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
-from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.base import DEFAULT_OPTIONS, advising_download
 from blobstore.sources.distributed.layout import open_distributed
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.meta.source import MetaFolder, is_meta_folder
@@ -76,7 +76,8 @@ def open_source(
             hub.download(name, options, downloads=downloads, progress=progress), options
         )
     try:
-        return _open_local(path, options, progress)
+        with advising_download():
+            return _open_local(path, options, progress)
     except OSError as error:
         raise SourceError(
             f"cannot read {quote(error.filename or path)}: {error.strerror}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import join_some, quote, shell_word
 from blobstore.errors import DamagedSource, UnsupportedSource
+from blobstore.gguf.roles import role_of_name
 from blobstore.sources.file_tree import joined
 from blobstore.sources.gguf import GGUF
 
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 DATA_FILE: Final = ".distcp"
 """Ending of the data files of ``torch.distributed.checkpoint``."""
 _UNFINISHED: Final = re.compile(
-    r"(?P<whole>.+)\.(aria2(__temp)?|part|partial|incomplete|unfinished|crdownload|opdownload|download(ing)?"
+    r"(?P<whole>.+)\.(aria2(__temp)?|part|partial|incomplete|unfinished|crdownload|opdownload|download(ing|inprogress)?"
     r"|!qb|!ut|bc!|st|te?mp|filepart|dctmp|xltd|td(\.cfg)?|ytdl)",
     re.IGNORECASE,
 )
 """Matches the names of what downloaders have next to a file, or in its place, until it is complete."""
-_HUB_DOWNLOADS: Final = ".cache/huggingface/download"
+_DOWNLOADS: Final = (".cache/huggingface/download", ".huggingface/download", "._____temp")
+"""Folders in which clients of the Hub and of ModelScope have files until they are complete."""
 _PIECE: Final = re.compile(
     r"(?P<whole>.+\.(?:gguf|safetensors|bin|pt|pth|ckpt))"
     r"(?P<mark>[-._](?:part|split)[-_]?(?=\d+(?:of\d+)?$|[a-z]{1,2}$)|\.(?=0\d\d$|a[a-z]$))\w+",
@@ -105,15 +107,27 @@ def check_finished(
             found = _UNFINISHED.fullmatch(entry)
             if found is None:
                 continue
-            name = joined(folder, found["whole"])
-            if name in used or (not tree.has(name) and is_wanted(found["whole"])):
-                raise _unfinished(tree.label(joined(folder, entry)), joined(folder, entry))
-    left = [name for name in tree.entries(_HUB_DOWNLOADS) if name.endswith(".incomplete")]
-    if left:
-        yield (
-            f"{tree.label(_HUB_DOWNLOADS)} has {len(left)} unfinished downloads; if files are missing, run "
-            "hf download again"
-        )
+            name, whole = joined(folder, entry), found["whole"]
+            is_read = joined(folder, whole) in used
+            if is_read or (not tree.has(joined(folder, whole)) and is_wanted(whole)):
+                if not is_read and _is_another_model(whole, used):
+                    yield f"left out: {tree.label(name)}, an unfinished download of another model"
+                    continue
+                raise _unfinished(tree.label(name), name)
+    for folder in _DOWNLOADS:
+        if any(
+            name.endswith((".incomplete", ".safetensors", ".bin")) for name in tree.entries(folder)
+        ):
+            yield (
+                f"{tree.label(folder)} has unfinished downloads; if files are missing, download the "
+                "model again"
+            )
+
+
+def _is_another_model(name: str, used: Collection[str]) -> bool:
+    """Return whether a GGUF file is not needed by the model that is read: it is of another quantization."""
+    is_model = name.lower().endswith(GGUF) and role_of_name(name) == "model"
+    return is_model and any(it.lower().endswith(GGUF) for it in used)
 
 
 def check_whole(tree: FileTree, names: Iterable[str]) -> None:

@@ -20,8 +20,10 @@ from blobstore.core.escape import cli_command, escape, join_some, quote, shell_w
 from blobstore.core.file_kinds import FileKind, kind_of, kind_of_name
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches, glob_matches
+from blobstore.core.schemes import OLLAMA
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
+from blobstore.sources.base import COMPLETE
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.gguf import GGUF
 from blobstore.sources.gguf_models import choose_gguf, gguf_files
@@ -139,12 +141,12 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
         selection.notices.append(
             f"left out: {tree.label(config)}, since its adapter is not imported"
         )
+    selection.files = sorted(files | kept)
+    selection.notices.extend(check_finished(tree, {*used, *selection.files}, would_be_imported))
     if not any(part.files for part in selection.weights) and not kept:
         raise _no_weights(tree, options.weights)
     for part in listed:
         selection.notices.extend(_check_has_weights(tree, part, kept))
-    selection.files = sorted(files | kept)
-    selection.notices.extend(check_finished(tree, {*used, *selection.files}, would_be_imported))
     others = [name for part in selection.weights for name in part.others if name not in kept]
     if others:
         selection.notices.append(
@@ -205,14 +207,10 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
                 f"{tree.label(name)} is not {error.encoding.upper()} at byte {error.start}; save it "
                 "as UTF-8"
             ) from None
-        raise DamagedSource(
-            f"{tree.label(name)} cannot be read: {error}; download the complete model"
-        ) from None
+        raise DamagedSource(f"{tree.label(name)} cannot be read: {error}") from None
     if not isinstance(value, kind):
         expected = "object" if kind is dict else "list"
-        raise DamagedSource(
-            f"{tree.label(name)} is not a JSON {expected}; download the complete model"
-        )
+        raise DamagedSource(f"{tree.label(name)} is not a JSON {expected}")
     return value
 
 
@@ -238,7 +236,7 @@ def _listed(tree: FileTree) -> list[_Listed]:
         if part in pipeline and not tree.is_folder(name) and not tree.is_excluded(name):
             raise DamagedSource(
                 f"model_index.json of {tree.label()} lists component {quote(name)}, but "
-                "there is no such folder; download the complete model"
+                "there is no such folder"
             )
     return [part for part in (*pipeline, *modules) if not tree.is_excluded(part.folder)]
 
@@ -262,8 +260,8 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
     what = f"{tree.label(folder)}, a {escape(part.class_name)}, has no weights"
     config = read_json(tree, joined(folder, "config.json"), dict)
     if part.library.partition(".")[0] in _LIBRARIES or not _MODEL_KEYS.isdisjoint(config):
-        advice = f", or leave it out with --exclude {shell_word(folder)}" if folder else ""
-        raise DamagedSource(f"{what}; download the complete model{advice}")
+        advice = f"{COMPLETE}, or leave it out with --exclude {shell_word(folder)}"
+        raise DamagedSource(what, advice=advice if folder else COMPLETE)
     yield what
 
 
@@ -287,16 +285,16 @@ def _select_weights(
                 raise DamagedSource(
                     f"shard {tree.label(joined(folder, name))} is missing; "
                     f"{tree.label(joined(folder, index))} places "
-                    f"{list(weight_map.values()).count(name)} tensors in it. "
-                    "Download the complete model"
-                    + (
-                        f", or choose other weights with --weights {shell_word(others[0])}"
-                        if others
-                        else ""
-                    )
+                    f"{list(weight_map.values()).count(name)} tensors in it",
+                    advice=COMPLETE
+                    + f", or choose other weights with --weights {shell_word(others[0])}"
+                    if others
+                    else "",
                 )
     else:
         check_whole(tree, [joined(folder, name) for name in chosen])
+    for name in chosen:  # it may be a broken link
+        tree.size(joined(folder, name))
     selection.weights.append(
         ComponentWeights(
             folder,
@@ -494,7 +492,7 @@ def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:
     if not complete:
         raise DamagedSource(
             f"the weight files of {tree.label(folder)} are not a complete set of shards, and there is "
-            f"no index: {len(shards)} found, such as {quote(shards[0])}; download the complete model"
+            f"no index: {len(shards)} found, such as {quote(shards[0])}"
         )
 
 
@@ -564,11 +562,14 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
             advice = (
                 f"{cli_command('create', '--all', tree.place)} imports each folder that has some"
             )
+    elif tree.is_folder("manifests") and tree.is_folder("blobs"):
+        what = "is a folder of a store of models, Ollama's or another one"
+        advice = f"{cli_command('create', '--all', f'{OLLAMA}://')} imports those of $OLLAMA_MODELS"
     elif others := [it for it in names if not is_kept(it.rpartition("/")[2])]:
         largest = max(others, key=lambda it: tree.size(it) or 0)
-        kind = kind_of(tree.head(largest) or b" ")
-        what_it_is = kind.what if kind and kind.use == "stored" else "of an unknown format"
-        advice = f"{quote(largest)} is {what_it_is}; {keeping(largest)}"
+        kind = kind_of(tree.head(largest) or b" ") or FileKind("of an unknown format")
+        advice = f"{quote(largest)} is {kind.what}; " + f"{kind.advice}, or " * bool(kind.advice)
+        advice += keeping(largest)
     return SourceError(
         f"{tree.label()} {what}; expected a Hugging Face model folder", advice=advice
     )

@@ -261,7 +261,8 @@ def read_weight_map(index: Path, opener: Opener = open_regular) -> dict[str, str
         if "/" in file or "\\" in file or "\0" in file or not file.endswith(ending):
             raise DamagedSource(
                 f"weight index {quote(index)}: file {quote(file)} of tensor {quote(name)} is "
-                f"not the plain name of a {ending} file"
+                f"not the plain name of a {ending} file",
+                advice="put all files next to the index, and name them in it without folders",
             )
     return weight_map
 

@@ -31,8 +31,9 @@ _OF_PROGRAMS = (
         ".mdl",
         ".mv",
     ),
+    *("manifest=*=*=*.json", "*.gguf.json", "*.gguf.etag"),  # of llama.cpp
     *(
-        "._*",
+        "._____temp",
         ".DS_Store",
         "Thumbs.db",
         "desktop.ini",

@@ -39,7 +39,7 @@ from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import is_elsewhere, source_name
 from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
-from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.hub import with_quantization
 from blobstore.store.downloads import Downloads, is_full
 from blobstore.store.history import replacement_notices
@@ -320,9 +320,13 @@ def import_source(
 
 @contextlib.contextmanager
 def _advising(source: str, implied: Reference | None) -> Iterator[None]:
-    """Add to a NameTaken in the block which command replaces the model that has the name of the source."""
+    """Add to a NameTaken in the block which command replaces the model that has the name of the source.
+
+    Errors of damaged sources get advice, too.
+    """
     try:
-        yield
+        with advising_download():
+            yield
     except NameTaken as error:
         if implied is None:
             raise

@@ -23,7 +23,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.gguf import GGUF
-from blobstore.sources.gguf_models import gguf_files
+from blobstore.sources.gguf_models import EACH_MODEL, gguf_files
 from blobstore.sources.hub import cached_repository, list_files, parse_hub_id
 from blobstore.sources.hub_listing import cached_snapshot
 from blobstore.sources.selection import is_model_folder
@@ -138,6 +138,9 @@ def create_all(
                     _report, progress, f"{number} of {len(models)} models, {name}"
                 )
                 created = create(source, reference, store=store, progress=step, **options)
+                # The models that it leaves out are imported too.
+                notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
+                created = replace(created, notices=tuple(notices))
         except StoreError:
             raise
         except BlobstoreError as failure:
@@ -196,7 +199,8 @@ def _in_folder(folder: Path) -> tuple[list[FoundModel], bool]:
     if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
         steps = [path for path in _models_below(folder) if _STEP.fullmatch(path.name)]
         found = [FoundModel(_name_in(folder, path), path) for path in steps]
-        return quantizations(name, folder, _tree(folder)) + found, True
+        is_model = not any(_LLAMA_CPP.fullmatch(it.name) for it in folder.iterdir())
+        return quantizations(name, folder, _tree(folder)) + found, is_model
     found = []
     for path in sorted(folder.iterdir()):
         if repository := cached_repository(path):
@@ -234,7 +238,7 @@ def _models_below(folder: Path) -> Iterator[Path]:
 def _tree(folder: Path) -> FileTree:
     """Return the files of a model's folder, or of the snapshot of a repository in a cache."""
     if cached_repository(folder):
-        snapshots = sorted((folder / "snapshots").iterdir())
+        snapshots = sorted((folder / "snapshots").glob("*"))
         folder = cached_snapshot(folder, None) or (snapshots[0] if len(snapshots) == 1 else folder)
     return FileTree(folder)
 
@@ -249,9 +253,9 @@ def quantizations(
     """
     files = gguf_files(tree)
     others = (it for it in tree.entries() if it.endswith(WEIGHTS) and it not in files.roles)
-    if not by_stem and (len(files.models) < 2 or any(others)):
-        return [FoundModel(name, source)]
     listed = [*filter(None, map(_LLAMA_CPP.fullmatch, tree.entries()))]
+    if not by_stem and not listed and (len(files.models) < 2 or any(others)):
+        return [FoundModel(name, source)]
     is_one = len({model.stem for model in files.models}) == 1 and not by_stem
     named: dict[str, list[GgufModel]] = {}
     for model in files.models:

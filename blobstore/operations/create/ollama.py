@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import cli_command, quote
-from blobstore.errors import SourceNotFound, UnsupportedSource
+from blobstore.errors import DamagedSource, SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.ollama_files import MANIFEST, ollama_files
 from blobstore.manifests.reference import Reference
-from blobstore.sources.base import SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.gguf import GGUF
 from blobstore.sources.huggingface import HuggingFaceFolder
@@ -56,17 +55,14 @@ def opened_source(
             # Messages say which model it is, not only which file.
             made = tempfile.TemporaryDirectory(prefix=f"ollama-{name.model}-{name.tag}-")
             folder = Path(stack.enter_context(made))
-            manifest, sizes = _link_files(name, folder)
+            sizes = _link_files(name, folder)
             # Files that are listed may be links that lead out of the folder.
             tree = FileTree(folder, exclude=options.exclude, listed=sizes, label=source)
+            others = (it for it in sizes if not it.endswith(GGUF))
+            options = replace(options, keep=(*options.keep, *others))
             model = HuggingFaceFolder(folder, options, tree)
             stack.enter_context(contextlib.closing(model))
             model.kind = f"{SCHEME}{name}"[:255]  # as records have it
-            read = {file.name for file in model.files}
-            others = [SourceFile(it, tree.path(it)) for it in sizes if not it.endswith(GGUF)]
-            files = [it for it in (manifest, *others) if it.name not in read]
-            kept = [it for it in files if not tree.is_excluded(it.name)]
-            model.files = sorted([*model.files, *kept], key=attrgetter("name"))
             yield model
         else:
             opened = open_source(source, options, downloads=downloads, progress=progress)
@@ -97,8 +93,8 @@ def _ollama_store() -> LocalStore:
     return LocalStore(root)
 
 
-def _link_files(name: Reference, folder: Path) -> tuple[SourceFile, dict[str, int]]:
-    """Make links to the blobs of a model of Ollama's; return its manifest, and the sizes of the blobs."""
+def _link_files(name: Reference, folder: Path) -> dict[str, int]:
+    """Make links to the blobs of a model of Ollama's and write its manifest; return the sizes by name."""
     store = _ollama_store()
     manifest, data = store.resolve(name), store.read_manifest(name)
     if not manifest.layers_of(media_types.MODEL) or manifest.layers_of(media_types.TENSOR):
@@ -106,11 +102,18 @@ def _link_files(name: Reference, folder: Path) -> tuple[SourceFile, dict[str, in
             f"{name} of {quote(store.root)} is no model in GGUF files",
             advice=f"{cli_command('cp', name, '--store', store.root, '--to', 'STORE')} copies it",
         )
-    sizes = {}
+    sizes = {MANIFEST: len(data)}
     (folder / MANIFEST).parent.mkdir()
+    (folder / MANIFEST).write_bytes(data)
     for file, layer in ollama_files(manifest):
         if not is_valid_name(file):
             raise UnsupportedSource(f"{name} has a layer of the type {quote(layer.media_type)}")
-        (folder / file).symlink_to(store.blob_path(layer.digest))
+        path = Path(store.blob_path(layer.digest))
+        if not path.is_file() or path.stat().st_size != layer.size:
+            raise DamagedSource(
+                f"the download of {name} to {quote(store.root)} is not finished: {layer.digest} is absent",
+                advice=f"run 'ollama pull {name}'",
+            )
+        (folder / file).symlink_to(path)
         sizes[file] = layer.size
-    return SourceFile(MANIFEST, Path(store.manifest_path(name)), data), sizes
+    return sizes

@@ -16,6 +16,7 @@ from blobstore.core.file_kinds import (
     PAGE,
     SAFETENSORS,
     ZEROS,
+    ZIP,
     absence,
     kind_of,
     kind_of_name,
@@ -25,6 +26,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"ab" * 3
 ABSENT = {
     "lfs": (POINTER, "git lfs pull"),
     "older lfs": (b"version https://hawser.github.com/spec/v1\n", "git lfs pull"),
+    "lfs of PowerShell": (POINTER.decode().encode("utf-16"), "git lfs pull"),
+    "lfs with a mark": (b"\xef\xbb\xbf" + POINTER, "git lfs pull"),
+    "macOS": (b"\0\5\x16\7\0\2\0\0Mac OS X", "what macOS notes"),
     "xet": (b"# xet version 0\nfilesize = 10\nhash = 'ab'\n", "Xet"),
     "annex": (b"/annex/objects/SHA256E-s104--ab.bin\n", "git annex get"),
     "annex link": (b"../.git/annex/objects/a/b/SHA256E-s104--ab.bin", "git annex get"),
@@ -88,6 +92,8 @@ def test_knows_the_formats_that_are_read() -> None:
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("x/data.pkl", b"")
     assert kind_of(archive.getvalue()) is CHECKPOINT
+    assert kind_of(archive.getvalue().replace(b"x/data.pkl", b"x/conf.txt")) is ZIP
+    assert kind_of(archive.getvalue().replace(b"x/data.pkl", b"/extra/.md")) is CHECKPOINT
     npz = io.BytesIO()
     np.savez(npz, a=np.zeros(2))
     assert str(kind_of(npz.getvalue())) == "a NumPy archive"

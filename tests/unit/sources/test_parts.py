@@ -14,6 +14,7 @@ from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.sources.parts import check_whole_path
+from tests.unit.sources.test_gguf_models import write
 
 ONE = {"a": np.ones(3, np.float32)}
 
@@ -81,17 +82,37 @@ def test_a_folder_of_a_download_is_a_control_file_too(tmp_path: Path) -> None:
     put(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.download").mkdir()
     assert "not finished" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.download" / "x")
+    assert "not finished" in refusal(tmp_path)
 
 
-def test_what_the_client_of_the_hub_left_is_a_notice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".cache/huggingface/download", ".huggingface/download"])
+def test_what_the_client_of_the_hub_left_is_a_notice(tmp_path: Path, folder: str) -> None:
     put(tmp_path / "model.safetensors")
-    left = tmp_path / ".cache" / "huggingface" / "download"
+    left = tmp_path / folder
     left.mkdir(parents=True)
     (left / "tokenizer.json.metadata").touch()
     assert opened(tmp_path) == []
     (left / "abc.def.incomplete").touch()
     (notice,) = opened(tmp_path)
-    assert "has 1 unfinished downloads" in notice
+    assert "has unfinished downloads" in notice
+
+
+def test_what_the_client_of_modelscope_left_is_a_notice(tmp_path: Path) -> None:
+    put(tmp_path / "model.safetensors")
+    put(tmp_path / "._____temp" / "model.safetensors")
+    (notice,) = opened(tmp_path)
+    assert "has unfinished downloads" in notice
+
+
+@pytest.mark.parametrize("ending", ["part", "downloadInProgress"])
+def test_an_unfinished_quantization_does_not_stop_another_one(tmp_path: Path, ending: str) -> None:
+    write(tmp_path / "x-Q4_K_M.gguf")
+    (tmp_path / f"downloading_x-Q8_0.gguf.{ending}").write_bytes(b"GGUF")
+    (notice,) = opened(tmp_path)
+    assert "an unfinished download of another model" in notice
+    (tmp_path / f"mmproj-F16.gguf.{ending}").write_bytes(b"GGUF")
+    assert "mmproj-F16" in refusal(tmp_path)
 
 
 # Parts

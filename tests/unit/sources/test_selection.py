@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from blobstore.errors import DamagedSource, UnsupportedSource
+from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 
@@ -132,3 +132,35 @@ def test_formats_under_wrong_endings_are_named(tmp_path: Path) -> None:
         Found(tmp_path)
     (tmp_path / "x.safetensors").rename(tmp_path / "x.pt")
     assert Found(tmp_path).tensors == {"a"}
+
+
+def test_what_macos_writes_next_to_files_is_no_candidate(tmp_path: Path) -> None:
+    model(tmp_path).joinpath("model.safetensors").rename(tmp_path / "x.safetensors")
+    write(tmp_path, **{"._x__safetensors": b"\0\5\x16\7"})
+    assert Found(tmp_path).notices == []
+
+
+def test_a_folder_without_weights_says_what_it_has(tmp_path: Path) -> None:
+    write(tmp_path, MODEL__SAFETENSORS=b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(
+        SourceError, match=r"safetensors file; give it the ending \.safetensors, or"
+    ):
+        Found(tmp_path)
+    for name in ("manifests", "blobs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(SourceError, match=r"--all ollama://' imports those of \$OLLAMA_MODELS"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "trailing", "annex"])
+def test_damage_comes_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    path = model(tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "annex":
+        path.symlink_to(".git/annex/objects/a/b/SHA256E-s1--ab.safetensors")
+    else:
+        path.write_bytes(data[:-1] if damage == "cut" else data + b"\0")
+    advice = "run git annex get" if damage == "annex" else "download the complete model"
+    with pytest.raises(DamagedSource, match=f"; {advice}$"):
+        Found(tmp_path)

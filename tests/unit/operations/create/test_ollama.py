@@ -9,6 +9,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import (
+    DamagedSource,
     InvalidReference,
     ModelNotFound,
     SourceNotFound,
@@ -54,6 +55,19 @@ def test_a_model_is_split_and_its_files_come_back(
         "ollama/params.json": b'{"stop":["<|end|>"]}\n',
         "ollama/template": b"{{ .Prompt }}",
     }
+
+
+def test_a_model_that_ollama_has_not_downloaded_is_named(
+    ollama: LocalStore, store: LocalStore
+) -> None:
+    manifest = add_gguf_model(ollama, "vision:8b")
+    assert create("ollama://vision:8b", "m", store=store).notices == ()
+    blob = Path(ollama.blob_path(manifest.layers[-1].digest))
+    blob.chmod(0o600)
+    for damage in (lambda: blob.write_bytes(blob.read_bytes()[:-1]), blob.unlink):
+        damage()
+        with pytest.raises(DamagedSource, match=r"not finished: sha256.*; run 'ollama pull vision"):
+            create("ollama://vision:8b", "m", store=store)
 
 
 def test_the_source_is_the_model_of_ollama(ollama: LocalStore, store: LocalStore) -> None:

@@ -35,6 +35,7 @@ def test_each_has_its_projector(tmp_path: Path, store: LocalStore) -> None:
     folder = write_all(tmp_path / "Gemma", *files)
     made = create_all(folder, store=store)
     assert [model.name for model in made] == ["Gemma:Q4_K_M", "Gemma:UD-Q4_K_XL", "Gemma:Q8_0"]
+    assert not any(model.created.notices for model in made if model.created)
     source = model_source("Gemma:Q8_0", store=store)
     assert source is not None
     assert [(file.name, file.role) for file in source.files] == [
@@ -87,6 +88,9 @@ def test_the_cache_of_llama_cpp_has_all_repositories_in_one_folder(
     source = model_source("a/b", store=store)
     assert source is not None
     assert len(source.files) == 1
+    for path in tmp_path.glob("*gemma*.gguf"):
+        path.unlink()
+    assert names(tmp_path) == ["a/b"]
 
 
 def test_one_quantization_is_a_model_itself(tmp_path: Path) -> None:
