@@ -38,6 +38,11 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @options.level_option(
     "Fast to compress and decompress, or small. Frozen tensors are copied at either level."
 )
+@click.option(
+    "--no-signatures",
+    is_flag=True,
+    help="Leave the signatures of the models out, for programs that expect none in archives.",
+)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @options.shared("store", "jobs", "wait", "json")
 def command(
@@ -45,6 +50,7 @@ def command(
     file: str,
     store: LocalStore,
     level: Level,
+    no_signatures: bool,
     force: bool,
     jobs: int | None,
     out: Output,
@@ -52,7 +58,7 @@ def command(
     """Write the models NAME to the new archive FILE.bsar, losslessly compressed.
 
     Blobs that several models share are stored once. "blobstore unpack" imports the models into
-    another store. The archive is read back and verified before the file appears.
+    another store, with their signatures. The archive is read back and verified before the file appears.
     """
     from blobstore.operations.archive.pack import pack_models
 
@@ -61,18 +67,30 @@ def command(
     chosen = arguments.models(store, names)
     with progress_bar() as progress:
         packed = pack_models(
-            chosen, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
+            chosen,
+            file,
+            store=store,
+            level=level,
+            signatures=not no_signatures,
+            overwrite=force,
+            jobs=jobs,
+            progress=progress,
         )
-    fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks notices seconds"
+    fields = (
+        "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks signatures "
+        "notices seconds"
+    )
     out.result(output.record(packed, fields), _as_text(packed), notes=packed.notices)
 
 
 def _as_text(packed: Packed) -> Iterator[str]:
     share = f" ({1 - packed.stored / packed.size:.1%} less)" if packed.stored < packed.size else ""
+    count = packed.signatures
+    signed = f", {render.count_of(count, 'signature')}" if count else ""
     yield (
         f"packed {render.count_of(len(packed.references), 'model')} into "
         f"{escape(str(packed.path))}: {render.count_of(packed.blobs, 'blob')} of "
-        f"{render.human_bytes(packed.size)} take {render.human_bytes(packed.stored)}{share}; "
+        f"{render.human_bytes(packed.size)} take {render.human_bytes(packed.stored)}{share}{signed}; "
         f"{render.human_seconds(packed.seconds)}"
     )
     if packed.fallbacks:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     type=arguments.FILE,
     multiple=True,
-    help="A signature of a model, which is stored with it; may be repeated.",
+    help="One more signature of a model, which is stored with it; may be repeated.",
 )
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
 @options.shared("store", "jobs", "wait", "json")
@@ -96,13 +96,14 @@ def command(
         return
     output.show_note(*unpacked.notices)
     present = unpacked.bytes_present
+    signed = f", {render.count_of(unpacked.signatures, 'signature')}" if unpacked.signatures else ""
     already = f", {render.human_bytes(present)} already present" if present else ""
     work = (
         f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
         f"{render.count_of(unpacked.blobs, 'blob')}, "
-        f"{render.human_bytes(unpacked.bytes_written)} written{already}"
+        f"{render.human_bytes(unpacked.bytes_written)} written{already}{signed}"
     )
-    data = output.record(unpacked, f"{fields} bytes_written bytes_present")
+    data = output.record(unpacked, f"{fields} bytes_written bytes_present signatures")
     out.result(data, _as_text(unpacked, work))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core import limits
@@ -41,6 +41,7 @@ from blobstore.signatures.cosign import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from blobstore.manifests.reference import Reference
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
     from blobstore.registry.reference import RemoteReference
@@ -56,23 +57,34 @@ class SelectedSignatures(NamedTuple):
     data: list[bytes]
     is_verified: bool
     """Whether a key of the policy made each of them."""
+    left: int = 0
+    """Those that came and are not kept."""
 
     @classmethod
     def of(
         cls, found: Iterable[bytes], manifest: Digest, policy: Policy | None
     ) -> SelectedSignatures:
         """Keep the signatures by keys of the policy; without such keys, a limited number of well-formed ones."""
+        numbers = count()
+        counted = (data for data, _ in zip(found, numbers, strict=False))
         if policy is not None and policy.keys:
             # A valid signature of another model proves nothing about this one.
-            trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
-            return cls([one.data for one in trusted], is_verified=True)
+            trusted = (one for one in signed_by(counted, policy.keys) if one.manifest == manifest)
+            kept = [one.data for one in trusted]
+            return cls(kept, is_verified=True, left=next(numbers) - len(kept))
         budget = Budget(limits.UNVERIFIED, "signatures")
         kept = []
-        for one in envelopes(found):
+        for one in envelopes(counted):
             with contextlib.suppress(RemoteError):  # smaller ones may follow
                 budget.spend(len(one.data))
                 kept.append(one.data)
-        return cls(kept, is_verified=False)
+        return cls(kept, is_verified=False, left=next(numbers) - len(kept))
+
+    def notices(self, reference: Reference) -> tuple[str, ...]:
+        """Return what to say about the signatures that are not kept."""
+        why = "no key of the policy made them" if self.is_verified else "malformed, or too many"
+        text = f"{reference}: signatures that came with it and are not kept: {self.left} ({why})"
+        return (text,) if self.left else ()
 
 
 def fetch_signatures(

@@ -22,6 +22,8 @@ class Read(NamedTuple):
     """The blobs; for deltas, as cold blobs."""
     bases: dict[str, str]
     """The base of each delta."""
+    signatures: dict[str, str]
+    """The digest of the manifest that each signs, by the digest of the signature."""
 
 
 def read_archive(data: bytes) -> Read:
@@ -33,7 +35,7 @@ def read_archive(data: bytes) -> Read:
     assert hashlib.sha256(data[:8] + table).digest() == table_digest
     members = data[8 : -48 - size]
     count, name_count = struct.unpack_from("<II", table)
-    read = Read({}, {}, {}, {})
+    read = Read({}, {}, {}, {}, {})
     digests = []
     for number in range(count):
         entry = struct.unpack_from("<B3sIQQ32s32s", table, 8 + 88 * number)
@@ -47,10 +49,14 @@ def read_archive(data: bytes) -> Read:
             assert base < number
             read.bases[digest.hex()] = digests[base]
         else:
-            assert base == 0
+            assert kind == 4 or base == 0
             assert len(content) == content_size
             assert hashlib.sha256(content).digest() == digest
-        (read.blobs if kind else read.manifests)[digest.hex()] = content
+        if kind == 4:
+            assert base < number
+            read.signatures[digest.hex()] = digests[base]
+        else:
+            (read.blobs if kind else read.manifests)[digest.hex()] = content
     assert members == b""
     at = 8 + 88 * count
     for _ in range(name_count):

@@ -12,6 +12,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.operations.archive.pack import pack_models
+from blobstore.signatures.cosign import write_signature
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, tuned, weights
 from tests.support.models import add_blobs
@@ -36,6 +37,8 @@ def put_family(
 def packed_family(store: LocalStore, path: Path) -> bytes:
     """Pack the family, and return the archive, which has members of every kind."""
     put_family(store)
+    signature = write_signature(b"what is signed", b"by nobody")
+    store.keep_signature(Digest.of(store.read_manifest("base")), signature, is_verified=True)
     pack_models(FAMILY, path, store=store, jobs=1)
     return path.read_bytes()
 

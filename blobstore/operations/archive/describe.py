@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
+from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.reader import open_archive
 from blobstore.store.name_patterns import select_references
 
@@ -78,6 +79,6 @@ def describe_archive(
             path=Path(path),
             size=Path(path).stat().st_size,
             blobs=len(archive.blobs),
-            deltas=sum(member.base is not None for member in members),
+            deltas=sum(member.kind == Kind.DELTA for member in members),
             models=tuple(models),
         )

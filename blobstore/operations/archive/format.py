@@ -1,4 +1,4 @@
-"""The archive file format: which members an archive has, and which models they make.
+"""The archive file format: which members an archive has, which models they make, and who signed them.
 
 This module turns the table of an archive into bytes and back, and does no I/O; the format is specified
 in docs/reference/archive-format.md. Members lie in the file in the order of the table, without gaps. So
@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.compression.delta import MAX_CHAIN
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.trailer import TrailerFormat
@@ -57,21 +58,27 @@ class Kind(IntEnum):
     """A cold blob without a base."""
     DELTA = 3
     """A cold blob that is delta-encoded against another member."""
+    SIGNATURE = 4
+    """A signature of a manifest, uncompressed."""
+
+
+_BLOBS: Final = frozenset({Kind.RAW, Kind.COLD, Kind.DELTA})
+_LIMITS: Final = {Kind.MANIFEST: MAX_MANIFEST, Kind.SIGNATURE: limits.SIGNATURES.one}
 
 
 class Member(NamedTuple):
-    """The table entry of a manifest or blob."""
+    """The table entry of a manifest, blob or signature."""
 
     kind: Kind
     size: int
     digest: Digest
-    """Digest of the manifest or blob."""
+    """Digest of the manifest, blob or signature."""
     stored_size: int
     """Bytes in the archive."""
     stored_digest: Digest
     """Digest of the bytes in the archive."""
     base: int | None = None
-    """Number of the member that this one is delta-encoded against."""
+    """Number of the member that this one is delta-encoded against, or that it signs."""
 
 
 class ArchiveTable(NamedTuple):
@@ -115,7 +122,8 @@ class ArchiveTable(NamedTuple):
                 f"{begin - len(PREFIX)}"
             )
         _check_unique("manifest", (item for item in members if item.kind == Kind.MANIFEST))
-        _check_unique("blob", (item for item in members if item.kind != Kind.MANIFEST))
+        _check_unique("blob", (item for item in members if item.kind in _BLOBS))
+        _check_unique("signature", (item for item in members if item.kind == Kind.SIGNATURE))
         named = {number for _, number in names}
         for number, member in enumerate(members):
             if member.kind == Kind.MANIFEST and number not in named:
@@ -183,21 +191,24 @@ def _decode_member(entry: memoryview, before: Sequence[Member]) -> Member:
     member = Member(
         Kind(kind), size, Digest(digest.hex()), stored_size, Digest(stored_digest.hex())
     )
-    is_plain = member.kind in {Kind.MANIFEST, Kind.RAW}
+    is_plain = member.kind not in {Kind.COLD, Kind.DELTA}
     if is_plain and (member.size, member.digest) != (member.stored_size, member.stored_digest):
         raise ArchiveDamaged(f"{where}: an uncompressed member has two sizes or digests")
-    if member.kind == Kind.MANIFEST and size > MAX_MANIFEST:
+    limit = _LIMITS.get(member.kind)
+    if limit is not None and size > limit:
         raise ArchiveDamaged(
-            f"{where}: a manifest of {size} bytes is over the limit of {MAX_MANIFEST}"
+            f"{where}: a {member.kind.name.lower()} of {size} bytes is over the limit of {limit}"
         )
-    if member.kind != Kind.DELTA:
+    if member.kind not in {Kind.DELTA, Kind.SIGNATURE}:
         if base:
             raise ArchiveDamaged(f"{where}: kind {kind} has no base, but {base} is stated")
         return member
-    if base >= len(before) or before[base].kind == Kind.MANIFEST:
-        raise ArchiveDamaged(
-            f"{where}: member {base} cannot be its base, which must be an earlier blob"
-        )
+    is_delta = member.kind == Kind.DELTA
+    if base >= len(before) or before[base].kind not in (_BLOBS if is_delta else {Kind.MANIFEST}):
+        role = "what it signs, which must be an earlier manifest"
+        if is_delta:
+            role = "its base, which must be an earlier blob"
+        raise ArchiveDamaged(f"{where}: member {base} cannot be {role}")
     return member._replace(base=base)
 
 

@@ -47,7 +47,7 @@ from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
@@ -72,9 +72,11 @@ class Packed:
     """Bytes of the archive."""
     fallbacks: int
     """Number of blobs that are stored without their base, because the delta could not be verified."""
+    signatures: int
+    """Signatures of the models that the archive has."""
     seconds: float
     notices: tuple[str, ...] = ()
-    """Models whose signatures stay in the store, because an archive has none."""
+    """Models whose signatures stay in the store."""
 
 
 def pack_models(
@@ -83,6 +85,7 @@ def pack_models(
     *,
     store: StoreLike = None,
     level: Level = "fast",
+    signatures: bool = True,
     overwrite: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -94,6 +97,7 @@ def pack_models(
         path: the file, which appears complete and synced, or not at all.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         level: ``fast`` to compress and decompress, or ``small``. Frozen blobs are copied at any level.
+        signatures: pack the signatures of the models, too. Programs that expect none in archives refuse the file.
         overwrite: replace an existing file.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
@@ -122,6 +126,7 @@ def pack_models(
     store = LocalStore.of(store)
     store.check_root()
     models = read_models(store, names)
+    packed, notices = _signatures_of(store, models, wanted=signatures)
     needed = [blob.digest for model in models for blob in model.manifest.blobs]
     with store.lease_if_writable(needed):
         planned = plan_members(
@@ -136,7 +141,7 @@ def pack_models(
         try:
             with replacing(target) as descriptor:
                 writer = _ArchiveWriter(store, level, target.parent, descriptor, workers)
-                members = writer.write(models, planned)
+                members = writer.write(models, packed, planned)
                 size = os.fstat(descriptor).st_size
                 check_new_file(target, overwrite=overwrite)  # it may have appeared since
         except OSError as error:
@@ -149,21 +154,34 @@ def pack_models(
         size=sum(item.blob.size for item in planned),
         stored=size,
         fallbacks=len(writer.fallbacks),
+        signatures=len(packed),
         seconds=time.monotonic() - started,
-        notices=tuple(_notices(store, models)),
+        notices=notices,
     )
 
 
-def _notices(store: LocalStore, models: Iterable[ArchivedModel]) -> Iterator[str]:
-    for model in models:
-        manifest = Digest.of(model.data)
-        count = sum(one.data is not None for one in store.kept_signatures(manifest))
-        if count:
-            yield (
-                f"{model.reference}: the archive has none of its signatures ({count}); "
-                f"'blobstore unpack --signature FILE' takes the files of "
-                f"{quote(store.signature_folder(manifest))}"
-            )
+class _PackedSignature(NamedTuple):
+    """A signature, and the digest of the manifest that it signs."""
+
+    manifest: Digest
+    data: bytes
+
+
+def _signatures_of(
+    store: LocalStore, models: Iterable[ArchivedModel], *, wanted: bool
+) -> tuple[list[_PackedSignature], tuple[str, ...]]:
+    """Return the intact signatures of models, in an order that depends on them alone, and what stays."""
+    found: dict[bytes, _PackedSignature] = {}
+    notices = []
+    for manifest, name in {Digest.of(model.data): model.reference for model in models}.items():
+        kept = list(store.kept_signatures(manifest))
+        own = sorted(one.data for one in kept if wanted and one.data is not None)
+        found |= {data: _PackedSignature(manifest, data) for data in own}
+        if left := len(kept) - len(own):
+            why = "damaged: " if wanted else ""
+            folder = quote(store.signature_folder(manifest))
+            notices.append(f"{name}: the archive lacks signatures ({why}{left}) of {folder}")
+    return list(found.values()), tuple(notices)
 
 
 class _Encoding(NamedTuple):
@@ -204,31 +222,38 @@ class _ArchiveWriter:
         """Blobs that are compressed alone, because their delta could not be verified."""
 
     def write(
-        self, models: Sequence[ArchivedModel], planned: Sequence[PlannedMember]
+        self,
+        models: Sequence[ArchivedModel],
+        signatures: Sequence[_PackedSignature],
+        planned: Sequence[PlannedMember],
     ) -> list[Member]:
         """Write the archive, and return its members."""
         manifests = {Digest.of(model.data): model.data for model in models}
+        numbers = {digest: number for number, digest in enumerate(manifests)}
         members: list[Member] = []
-        for digest, data in manifests.items():
+        plain = [(Kind.MANIFEST, data, None) for data in manifests.values()]
+        signed = [(Kind.SIGNATURE, one.data, numbers[one.manifest]) for one in signatures]
+        for kind, data, signs in (*plain, *signed):
             with OrderedSlot(self._writer, len(members)) as slot:
                 slot.write(data)
-            members.append(Member(Kind.MANIFEST, len(data), digest, len(data), digest))
+            digest = Digest.of(data)
+            members.append(Member(kind, len(data), digest, len(data), digest, signs))
+        first = len(members)
         self._numbers = {
-            item.blob.digest: number for number, item in enumerate(planned, start=len(members))
+            item.blob.digest: number for number, item in enumerate(planned, start=first)
         }
         self._deltas = {item.blob.digest for item in planned if item.base is not None}
         members += self._workers.run(
-            enumerate(planned, start=len(members)),
+            enumerate(planned, start=first),
             lambda item: self._write_blob(*item),
             self._writer.close,
         )
         named = {blob.digest for model in models for blob in model.manifest.blobs}
         bases = {member.base for member in members}
-        for number, member in enumerate(members[len(manifests) :], start=len(manifests)):
+        for number, member in enumerate(members[first:], start=first):
             if member.digest not in named and number not in bases:
                 # It was added as a base, but its deltas were thawed and are compressed without it.
                 raise StoreError("models were thawed while they were packed; pack them again")
-        numbers = {digest: number for number, digest in enumerate(manifests)}
         names = [(model.reference.full, numbers[Digest.of(model.data)]) for model in models]
         write_all(self._writer.descriptor, ArchiveTable(members, names).to_bytes())
         return members

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from blobstore.compression.base import BaseBlob
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
 
 _READ_SIZE = 1 << 20
-_INTERNAL = frozenset(("bases_of", "forget_decoded", "keep_decoded"))
+_INTERNAL = frozenset(("bases_of", "forget_decoded", "keep_decoded", "signatures"))
 """Names that other modules use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
 
@@ -66,15 +67,19 @@ class ArchiveReader:
         self._data = mapped(descriptor, size)
         table = ArchiveTable.parse(self._data)
         self.members = table.members
-        """The manifests and blobs."""
+        """The manifests, blobs and signatures."""
         self.offsets = table.offsets()
         """Where in the archive each member begins, and where the last one ends."""
         self.blobs: dict[Digest, int] = {
             member.digest: number
             for number, member in enumerate(self.members)
-            if member.kind != Kind.MANIFEST
+            if member.kind not in {Kind.MANIFEST, Kind.SIGNATURE}
         }
         """The number of each blob, by its digest."""
+        self._signatures: dict[Digest, list[int]] = defaultdict(list)
+        for number, member in enumerate(self.members):
+            if member.kind == Kind.SIGNATURE and member.base is not None:
+                self._signatures[self.members[member.base].digest].append(number)
         self._manifests: dict[Reference, int] = {}
         for name, number in table.names:
             reference = None
@@ -173,6 +178,14 @@ class ArchiveReader:
             yield base
             base = self.members[base].base
 
+    def signatures(self, manifest: Digest) -> Iterator[bytes]:
+        """Yield the signatures that were packed with a manifest. None of them is verified.
+
+        Raises:
+            ArchiveDamaged: one was altered.
+        """
+        yield from map(self.read, self._signatures.get(manifest, ()))
+
     def exists(self, digest: Digest, size: int) -> bool:
         """Return whether the blob of a ``digest``, of ``size`` bytes, is in the archive.
 
@@ -234,7 +247,7 @@ class ArchiveReader:
             BlobstoreError: the file cannot be read.
         """
         member = self.members[number]
-        if member.kind in {Kind.MANIFEST, Kind.RAW}:
+        if member.kind not in {Kind.COLD, Kind.DELTA}:
             yield from self._read_stored(number, report)
             return
         self._check_stored(number, report)
@@ -347,8 +360,8 @@ class ArchiveReader:
 
     def _label(self, number: int) -> str:
         member = self.members[number]
-        kind = "manifest" if member.kind == Kind.MANIFEST else "blob"
-        return f"{kind} {member.digest} (member {number})"
+        names = {Kind.MANIFEST: "manifest", Kind.SIGNATURE: "signature"}
+        return f"{names.get(member.kind, 'blob')} {member.digest} (member {number})"
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:

@@ -34,6 +34,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import Kind, check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
+from blobstore.remotes.signatures import SelectedSignatures
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NewModel, NewSignature
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.reader import ArchiveReader
-    from blobstore.signatures.signature import Signature
     from blobstore.store.ingest import Ingest, Ingested
 
 Done = TypeVar("Done")
@@ -68,9 +68,12 @@ class Unpacked:
     """Bytes of blobs that the store already had."""
     stored: int
     """Bytes that the blobs take in the archive."""
+    signatures: int
+    """Signatures that are kept: those that were given, and of the archive with a policy that has keys those
+    by its keys."""
     seconds: float
     notices: tuple[str, ...] = ()
-    """Models that the policy does not trust, and only warns about."""
+    """Models that the policy does not trust, and only warns about; signatures that are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,7 @@ def unpack_archive(
         path: the archive.
         references: the models, by default all. Only their members are read.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        signatures: files with signatures of the models, which are stored with them.
+        signatures: files with more signatures of the models, which are stored with them.
         force: replace other models that have the names.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
@@ -138,7 +141,7 @@ def unpack_archive(
             for model in models
         ]
         given = _read_signatures(signatures, models)
-        notices = tuple(_notices(store, models, [signature for _, signature in given]))
+        arriving, notices = _trusted(store, archive, models, given)
         with store.ingest() as ingest:
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
@@ -147,7 +150,7 @@ def unpack_archive(
                     NewModel(update, model.data, model.manifest.blobs)
                     for update, model in zip(updates, models, strict=True)
                 ],
-                (NewSignature(manifest, one.data, is_verified=True) for manifest, one in given),
+                arriving,
                 ingest=ingest,
             )
     return Unpacked(
@@ -157,8 +160,9 @@ def unpack_archive(
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),
         stored=stored,
+        signatures=len(arriving),
         seconds=time.monotonic() - started,
-        notices=notices,
+        notices=tuple(notices),
     )
 
 
@@ -190,6 +194,8 @@ def check_archive(
     names = Reference.all_of(references)
     with open_archive(path) as archive:
         models = archive.models(names)
+        for manifest in {Digest.of(model.data) for model in models}:
+            deque(archive.signatures(manifest), maxlen=0)
         labels = label_blobs(models, archive)
         numbers = sorted(labels)
         members = [archive.members[number] for number in numbers]
@@ -238,28 +244,40 @@ def _check_and_keep(
 
 def _read_signatures(
     files: Iterable[str | os.PathLike[str]], models: Sequence[ArchivedModel]
-) -> list[tuple[Digest, Signature]]:
-    """Return the signatures in files, each with the digest of the manifest that it signs."""
+) -> list[NewSignature]:
+    """Return the signatures in files, each of which signs one of the models."""
     manifests = {Digest.of(model.data) for model in models} if files else set()
     found = []
     for file in files:
         signature = read_signature(local_path(file, "source"))
         if signature.manifest not in manifests:
             raise InvalidSignature(f"{quote(file)} signs none of the models that are unpacked")
-        found.append((signature.manifest, signature))
+        found.append(NewSignature(signature.manifest, signature.data, is_verified=True))
     return found
 
 
-def _notices(
-    store: LocalStore, models: Sequence[ArchivedModel], signatures: Sequence[Signature]
-) -> Iterator[str]:
-    """Check that the policy does not refuse a model, and yield what it warns about."""
+def _trusted(
+    store: LocalStore,
+    archive: ArchiveReader,
+    models: Sequence[ArchivedModel],
+    given: Sequence[NewSignature],
+) -> tuple[list[NewSignature], list[str]]:
+    """Check that the policy does not refuse a model; return the signatures to keep, and notices."""
     policy = read_policy(store)
-    for model in models if policy is not None else ():
-        data = (one.data for one in signatures)
-        verdict = check_trust(store, model.reference, model.data, data, policy)
-        if verdict is not None:
-            yield from verdict.notices(model.reference)
+    kept = dict.fromkeys(given)
+    notices: list[str] = []
+    names = {Digest.of(model.data): model.reference for model in models}
+    for manifest, name in names.items():
+        found = SelectedSignatures.of(archive.signatures(manifest), manifest, policy)
+        notices += found.notices(name)
+        kept |= dict.fromkeys(
+            NewSignature(manifest, data, is_verified=found.is_verified) for data in found.data
+        )
+    for model in models:
+        own = (one.data for one in kept if one.manifest == Digest.of(model.data))
+        verdict = check_trust(store, model.reference, model.data, own, policy)
+        notices += verdict.notices(model.reference) if verdict is not None else ()
+    return list(kept), notices
 
 
 def _ingest_blobs(

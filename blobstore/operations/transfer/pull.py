@@ -197,6 +197,7 @@ def pull_model(
         seconds=time.monotonic() - started,
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
+            *signatures.notices(reference),
             *source.notices,
             *done.notices,
         ),

@@ -7,6 +7,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.operations.archive.unpack import check_archive
 from blobstore.store.local import LocalStore
+from tests.readers.archives import read_archive
 from tests.support.archives import put_family
 from tests.support.frozen import flip, layers, spoil_deltas
 from tests.support.signing import key_files
@@ -41,6 +42,7 @@ def test_prints_json_with_exact_numbers(family: LocalStore, tmp_path: Path) -> N
         "bytes": check_archive(path).size,
         "stored_bytes": path.stat().st_size,
         "fallbacks": 0,
+        "signatures": 0,
         "notices": [],
     }
 
@@ -84,18 +86,54 @@ def test_says_which_argument_is_missing(family: LocalStore) -> None:
     assert "missing argument 'NAME...'" in run("pack", "x.bsar", exit_code=2).stderr
 
 
-def test_says_which_signatures_stay(family: LocalStore, tmp_path: Path) -> None:
-    key = key_files(tmp_path)
+def test_signatures_travel_with_the_models(family: LocalStore, tmp_path: Path) -> None:
+    key, path = key_files(tmp_path), tmp_path / "family.bsar"
     run("sign", "base", "--key", key.private)
-    note = run("pack", "base", "tuned", tmp_path / "family.bsar").stderr
-    folder = family.signature_folder(Digest.of(family.read_manifest("base")))
-    assert note == (
-        "note: base:latest: the archive has none of its signatures (2); "
-        f"'blobstore unpack --signature FILE' takes the files of '{folder}'\n"
-    )
+    run("cp", "base", "same")  # two names of one manifest
+    packed = run("pack", "base", "same", "tuned", path)
+    assert ", 2 signatures; " in packed.stdout
+    assert packed.stderr == ""
+    read = read_archive(path.read_bytes())
+    digest = Digest.of(family.read_manifest("base"))
+    assert set(read.signatures.values()) == {digest.hex}
 
-    # What the note says works.
-    files = [argument for path in folder.iterdir() for argument in ("--signature", path)]
     other = LocalStore(tmp_path / "other")
-    run("unpack", tmp_path / "family.bsar", *files, "--store", other.root)
-    assert len(list(other.signatures(Digest.of(family.read_manifest("base"))))) == 2
+    assert run_json("unpack", path, "--store", other.root)["signatures"] == 2
+    assert set(other.signatures(digest)) == set(family.signatures(digest))
+    # An archive proves nothing: nobody has verified them.
+    assert not any(one.is_verified for one in other.kept_signatures(digest))
+
+
+def test_says_which_signatures_stay(family: LocalStore, tmp_path: Path) -> None:
+    run("sign", "base", "--key", key_files(tmp_path).private)
+    folder = family.signature_folder(Digest.of(family.read_manifest("base")))
+    path = tmp_path / "family.bsar"
+    note = run("pack", "base", path, "--no-signatures").stderr
+    assert note == f"note: base:latest: the archive lacks signatures (2) of '{folder}'\n"
+    assert read_archive(path.read_bytes()).signatures == {}
+    damaged = next(folder.iterdir())
+    damaged.chmod(0o644)
+    damaged.write_bytes(b"x")
+    shown = run("pack", "base", path, "--force")
+    assert (
+        f"note: base:latest: the archive lacks signatures (damaged: 1) of '{folder}'"
+        in shown.stderr
+    )
+    assert ", 1 signature; " in shown.stdout
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_an_altered_signature_stops_all(
+    family: LocalStore, tmp_path: Path, is_checked: bool
+) -> None:
+    run("sign", "base", "--key", key_files(tmp_path).private)
+    path = tmp_path / "family.bsar"
+    run("pack", "base", path)
+    data = path.read_bytes()
+    signature = next(family.signatures(Digest.of(family.read_manifest("base"))))
+    path.write_bytes(data.replace(signature, signature[:-1] + b" "))
+    other = tmp_path / "other"
+    error = run("unpack", path, "--store", other, *["--verify-only"] * is_checked, exit_code=4)
+    assert "signature sha256:" in error.stderr
+    assert "is altered" in error.stderr
+    assert not LocalStore(other).has_model("base")

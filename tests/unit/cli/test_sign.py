@@ -95,7 +95,7 @@ def test_unpack_asks_the_policy_and_takes_signatures_along(
 ) -> None:
     archive, bundle = tmp_path / "x.bsar", tmp_path / "x.sig"
     run("sign", "model", "--key", key.private, "--out", bundle, "--store", store.root)
-    run("pack", "model", archive, "--store", store.root)
+    run("pack", "model", archive, "--no-signatures", "--store", store.root)
     other = LocalStore(tmp_path / "other")
     policy(other, key)
     arguments = ("unpack", archive, "--store", other.root)
@@ -111,6 +111,24 @@ def test_unpack_asks_the_policy_and_takes_signatures_along(
     put(store, "second", {"x": 3})
     run("sign", "second", "--key", key.private, "--out", bundle, "--force", "--store", store.root)
     assert "signs none of the models" in run(*arguments, "--signature", bundle, exit_code=4).stderr
+
+
+def test_unpack_keeps_what_the_policy_accepts_and_counts_the_rest(
+    store: LocalStore, key: KeyFiles, tmp_path: Path
+) -> None:
+    archive, theirs = tmp_path / "x.bsar", key_files(tmp_path, "theirs")
+    for one in (key, theirs):
+        run("sign", "model", "--key", one.private, "--store", store.root)
+    run("pack", "model", archive, "--store", store.root)
+    other = LocalStore(tmp_path / "other")
+    policy(other, key)
+    shown = run("unpack", archive, "--store", other.root)
+    assert shown.stderr == (
+        "note: model:latest: signatures that came with it and are not kept: 2 "
+        "(no key of the policy made them)\n"
+    )
+    verified = run("verify", "--signatures", "--store", other.root).stdout
+    assert "2 signatures, trusted by the policy" in verified
 
 
 def test_unpack_notes_what_the_policy_only_warns_about(

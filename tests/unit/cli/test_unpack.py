@@ -23,12 +23,12 @@ def test_reports_what_was_unpacked(store: LocalStore, path: Path) -> None:
     result = run("unpack", path)
     assert result.stderr == ""
     first, *rest = result.stdout.splitlines()
-    assert first.startswith("unpacked 2 models: 8 blobs, 141 kB written; ")
+    assert first.startswith("unpacked 2 models: 8 blobs, 141 kB written, 1 signature; ")
     assert rest == ["  base:latest", "  tuned:latest"]
     run("verify")
     again = run("unpack", path, "base")
     assert again.stdout.startswith(
-        "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB already present; "
+        "unpacked 1 model: 5 blobs, 0 B written, 80.5 kB already present, 1 signature; "
     )
 
 
@@ -42,6 +42,7 @@ def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
         "blobs": 5,
         "bytes_written": written,
         "bytes_present": 0,
+        "signatures": 0,
         "stored_bytes": run_json("unpack", path, "tuned", "--verify-only")["stored_bytes"],
     }
 

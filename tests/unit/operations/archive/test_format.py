@@ -121,7 +121,7 @@ def test_rejects_sizes_that_do_not_add_up() -> None:
         ({"size": 6}, "has two sizes or digests"),
         ({"digest": Digest.of(b"x")}, "has two sizes or digests"),
         ({"base": 1}, "kind 1 has no base, but 1 is stated"),
-        ({"kind": 4}, "kind 4 is unknown"),
+        ({"kind": 5}, "kind 5 is unknown"),
         ({"kind": 255}, "kind 255 is unknown"),
     ],
 )
@@ -142,6 +142,29 @@ def test_rejects_a_base_that_is_a_manifest_or_comes_later(base: int) -> None:
     members = [*_MEMBERS[:3], _DELTA._replace(base=base)]
     message = refused(archive(members, _STORED, _NAMES))
     assert f"member {base} cannot be its base" in message
+
+
+@pytest.mark.parametrize("signed", [1, 4, 5, 2**32 - 1])
+def test_rejects_a_signature_of_anything_but_an_earlier_manifest(signed: int) -> None:
+    signature = raw(b"sig", Kind.SIGNATURE)._replace(base=0)
+    members, stored = [*_MEMBERS, signature], [*_STORED, b"sig"]
+    assert decoded(archive(members, stored, _NAMES)).members == members
+    members[-1] = signature._replace(base=signed)
+    message = refused(archive(members, stored, _NAMES))
+    assert message == (
+        f"member 4: member {signed} cannot be what it signs, which must be an earlier manifest"
+    )
+
+
+def test_rejects_a_signature_as_a_base_and_one_over_the_limit() -> None:
+    signature = raw(b"sig", Kind.SIGNATURE)._replace(base=0)
+    members = [_MEMBERS[0], signature, _DELTA._replace(base=1)]
+    assert "member 1 cannot be its base" in refused(
+        archive(members, [_MANIFEST, b"sig", b"del"], _NAMES)
+    )
+    large = signature._replace(size=2**25 + 1, stored_size=2**25 + 1)
+    message = refused(archive([_MEMBERS[0], large], [_MANIFEST, b""], _NAMES))
+    assert "a signature of 33554433 bytes is over the limit of 33554432" in message
 
 
 def test_a_base_may_be_a_delta_in_a_chain_that_is_not_too_long() -> None:
