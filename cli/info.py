@@ -57,6 +57,10 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
         yield "quantization", render.published(model.published_scheme)
     for name, count, size in info.types:
         yield "type", f"{render.cell(name)}: {render.count_of(count, 'tensor')}, {_size(size)}"
+    if model.signatures:
+        from blobstore.operations.sign.report import describe_signers
+
+        yield "signed by", render.cell(describe_signers(model.signatures))
     yield "license", render.cell(info.license or "unknown")
     if info.bases:
         yield "base", ", ".join(map(render.cell, info.bases))
@@ -106,5 +110,8 @@ def _as_json(info: ModelInfo) -> dict[str, Any]:
         ],
         "files": [file.name for file in model.files],
         "disk": output.record(info, "blobs bytes=disk_size unique_bytes=unique_size"),
+        "signatures": None
+        if model.signatures is None
+        else output.records(model.signatures, output.SIGNATURE_FIELDS),
         "faults": [blob.fault for blob in model.faults],
     }

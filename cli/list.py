@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from blobstore.cli import arguments, options, output, render
+from blobstore.cli.output import SIGNATURE_FIELDS
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, InvalidReference, ModelNotFound, StoreError
 
@@ -57,7 +58,8 @@ def command(
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
     that cannot be read is listed with its error, and the exit code is then 4. A folder of manifests
-    that cannot be read is reported, and the exit code is then 1.
+    that cannot be read is reported, and the exit code is then 1. With --verbose, SIGNED BY says who
+    signed a model, as far as the keys of the policy can verify it.
     """
     from blobstore.operations.describe.list import list_models
     from blobstore.remotes.addresses import is_address
@@ -67,7 +69,10 @@ def command(
         return
     unreadable: list[StoreError] = []
     models: Sequence[ListedModel] = list_models(
-        store=store, read_sources=out.is_json, on_error=unreadable.append
+        store=store,
+        read_sources=out.is_json,
+        read_signatures=out.is_json or output.is_verbose(),
+        on_error=unreadable.append,
     )
     models = _selected(models, patterns, unreadable)
     if order != "name":
@@ -142,7 +147,8 @@ def _remote_table(models: Sequence[tuple[RemoteEntry, int]]) -> str:
 
 def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> dict[str, Any]:
     shown = output.records(models, _FIELDS)
-    for model in shown:
+    for listed, model in zip(models, shown, strict=True):
+        model["signatures"] = output.records(listed.signatures, SIGNATURE_FIELDS)
         if model["error"]:
             model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
         if model["source"]:
@@ -194,7 +200,10 @@ def _as_table(models: Sequence[ListedModel]) -> str:
     sizes = {"SIZE": "size", "SHARED": "shared"}
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"
+    from blobstore.operations.sign.report import describe_signers
+
     has_published = any(model.published_scheme for model in models)
+    more = ["QUANTIZATION"] * has_published + ["SIGNED BY"] * output.is_verbose()
     rows = [
         (
             render.cell(model.reference),
@@ -205,9 +214,10 @@ def _as_table(models: Sequence[ListedModel]) -> str:
             ),
             render.human_age(model.modified),
             *([render.published(model.published_scheme)] if has_published else []),
+            *([render.cell(describe_signers(model.signatures)) or "-"] * output.is_verbose()),
         )
         for model in models
     ]
     broken = [row for row, model in enumerate(models) if model.error]
-    headings = ("NAME", "ID", *sizes, "MODIFIED", *(["QUANTIZATION"] if has_published else []))
+    headings = ("NAME", "ID", *sizes, "MODIFIED", *more)
     return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
+SIGNATURE_FIELDS = "kind state signer key signed_as message created"
+"""Those of a signature, for :func:`records`."""
 VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
 
 

@@ -178,6 +178,10 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterat
     yield f"{render.cell(model.reference)}: {architecture}{kind}"
     if model.format == "gguf":
         yield "a model of Ollama: its tensors are in one GGUF file, not one blob each"
+    if model.signatures:
+        from blobstore.operations.sign.report import describe_signers
+
+        yield f"signed by {render.cell(describe_signers(model.signatures))}"
     cells = [_cells(view, row) for row in rows]
     yield render.table(headings, cells, right=numbers, alarming=alarming)
     yield ", ".join(_totals(model, view, rows))
@@ -245,7 +249,11 @@ def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[s
         "frozen_bytes=frozen_size"
     )
     faults = output.records(model.faults, f"{_BLOB_FIELDS} message=fault")
-    return output.record(model, fields) | {view: listed, "faults": faults}
+    signatures = None
+    if model.signatures is not None:
+        signatures = output.records(model.signatures, output.SIGNATURE_FIELDS)
+    more = {"signatures": signatures, view: listed, "faults": faults}
+    return output.record(model, fields) | more
 
 
 def _show_source(name: Reference | str, source: SourceRecord | None, out: Output) -> None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 FAULT_FIELDS = "reference layer tensor message blob"
-_SHOWN = 16
-"""Digits of a key's fingerprint that are shown."""
 _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
 
 
@@ -55,7 +53,8 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
     metavar="FILE",
     type=arguments.FILE,
     multiple=True,
-    help="A public key in PEM to check signatures with, besides those of the policy; may be repeated.",
+    help="A public key in PEM to check signatures with, besides those of the policy; may be repeated. "
+    "Implies --signatures.",
 )
 @options.shared("plain-http", "store", "jobs", "json")
 @click.pass_context
@@ -87,16 +86,15 @@ def command(
     address of a store in object storage, of a registry or of repositories stands for all models there.
     There, --sample fetches no other blobs.
     """
+    signatures = signatures or bool(keys)
     names, remote = _remote_of(names, remote)
     if remote is not None:
         if names or quick or jobs or signatures:
             raise click.UsageError(
-                "--remote cannot be combined with NAME, --quick, --jobs or --signatures"
+                "--remote cannot be combined with NAME, --quick, --jobs, --signatures or --key"
             )
         _verify_remote(ctx, remote, sample, rate, plain_http, out)
         return
-    if keys and not signatures:
-        raise click.UsageError("--key needs --signatures")
     from blobstore.manifests.check import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
@@ -198,9 +196,8 @@ def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: in
 
 
 def _signed_record(model: SignedModel) -> dict[str, Any]:
-    fields = "kind state signer key signed_as message created"
     value = output.record(model, "name=reference digest action trusted=is_trusted reason")
-    return value | {"signatures": output.records(model.signatures, fields)}
+    return value | {"signatures": output.records(model.signatures, output.SIGNATURE_FIELDS)}
 
 
 def _signed_text(model: SignedModel) -> str:
@@ -210,8 +207,9 @@ def _signed_text(model: SignedModel) -> str:
             "valid": f"signed by {render.cell(one.signer)}",
             "invalid": f"invalid: {escape(one.message)}",
             "unknown key": "not verified: signed by another key",
+            "not checked": "not checked: no key was given",
         }[one.state]
-        key = f" (key {render.cell(one.key[:_SHOWN])})" if one.key else ""
+        key = f" (key {render.cell(one.short_key)})" if one.key else ""
         moment = f" at {output.timestamp(one.created)}" if one.created is not None else ""
         lines.append(f"  {one.kind}: {by}{key}{moment}")
     return "\n".join(lines)

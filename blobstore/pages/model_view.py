@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.errors import BlobstoreError
 from blobstore.operations.describe.show import describe_model
+from blobstore.operations.sign.report import describe_signers
 from blobstore.pages.tensor_names import tensor_place
 from blobstore.pages.text import shown
 from blobstore.quantization.formats import type_name
@@ -69,6 +70,7 @@ def model_views(
             "place": places[reference],
             "id": (ident := disk.entries[reference].digest) and ident.short,
             "base": None if parent is None else shown(parent.name),
+            "signed": shown(describe_signers(described.signatures or ())),
             "faults": [shown(blob.fault) for blob in described.faults[:10]],
             **grid(
                 map(GridTensor.of, described.tensors),

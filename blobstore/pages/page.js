@@ -805,7 +805,7 @@
         facts(compared ? [
           ["tensors", number(tensors.length)], ["differ", number(compared.differing)], ["relative error", digits(compared.relative_error)], ["SNR", decibels(compared.snr_db)],
           ["largest error", digits(compared.max_abs_error)], ["bits per weight", digits(compared.bits_per_weight)], ["in the base", digits(compared.base_bits_per_weight)],
-        ] : [["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : [])]));
+        ] : [["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : []), ...(model.signed ? [["signed by", model.signed]] : [])]));
       if (!tensors.length) return section.append(el("p", { class: "empty" }, "The model has no tensors that can be read."));
       section.append(map.box, keys, hint(), panel);
       if (compared) {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import Damaged
 from blobstore.models.published import published_scheme
+from blobstore.operations.sign.report import signatures_of
+from blobstore.operations.sign.require_trust import policy_keys
 from blobstore.store.catalog import read_catalog
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError, StoreError
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.sign.report import CheckedSignature
     from blobstore.store.catalog import CatalogEntry
 
 
@@ -41,6 +44,8 @@ class ListedModel:
     """The name of the quantization if the model is kept as published."""
     source: SourceRecord | None = None
     """What the model was imported from, if that was asked for and is known."""
+    signatures: tuple[CheckedSignature, ...] = ()
+    """The signatures of the model, checked with the keys of the policy, if that was asked for."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
@@ -49,6 +54,7 @@ def list_models(
     *,
     store: StoreLike = None,
     read_sources: bool = False,
+    read_signatures: bool = False,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[ListedModel, ...]:
     """Return all models of a store, sorted by name. Returns none if the store does not exist.
@@ -58,6 +64,7 @@ def list_models(
     Args:
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         read_sources: read what the models were imported from too.
+        read_signatures: read who signed the models too.
         on_error: called with the error of each folder of manifests that cannot be read, which is then
             skipped; by default the first of these errors is raised.
 
@@ -68,6 +75,7 @@ def list_models(
     entries = list(read_catalog(store, on_error=on_error))
     holders = Holdings(store, entries).counts
     frozen = store.frozen()
+    keys = policy_keys(store) if read_signatures else ()
     return tuple(
         ListedModel(
             reference=entry.reference,
@@ -80,6 +88,9 @@ def list_models(
             if entry.manifest
             else None,
             source=_source(store, entry) if read_sources else None,
+            signatures=signatures_of(store, entry.digest, keys)
+            if read_signatures and entry.digest
+            else (),
             error=entry.error,
         )
         for entry in entries

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blobstore.core import strict_json
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
@@ -18,17 +19,18 @@ from blobstore.models.model_card import config_of_source
 from blobstore.models.published import published_scheme
 from blobstore.models.small_files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
+from blobstore.operations.sign.report import signatures_of
 from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.sign.report import CheckedSignature
     from blobstore.store.protocols import ModelInspector
 
 CONFIG_NAME = "(config)"
@@ -112,6 +114,8 @@ class ModelDescription:
     """The name of the quantization if the model is kept as published."""
     notices: tuple[str, ...] = ()
     """What a user should know about how the model is served."""
+    signatures: tuple[CheckedSignature, ...] | None = None
+    """The signatures of the model, checked with the keys of the policy; None for a remote model."""
 
     @property
     def parameters(self) -> int:
@@ -153,13 +157,12 @@ def describe_model(
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    with reading_models(LocalStore.of(store), reference, plain_http=plain_http) as (
-        reader,
-        (name,),
-    ):
+    local = LocalStore.of(store)
+    with reading_models(local, reference, plain_http=plain_http) as (reader, (name,)):
         found = _describe(reader, name)
     if not is_address(reference):
-        return found
+        digest = Digest.of(local.read_manifest(reference))
+        return replace(found, signatures=signatures_of(local, digest))
     from blobstore.remotes.model_reader import RemoteReader
 
     notices = reader.notices if isinstance(reader, RemoteReader) else ()

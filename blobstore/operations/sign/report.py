@@ -10,7 +10,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.require_trust import read_policy
+from blobstore.operations.sign.require_trust import policy_keys, read_policy
 from blobstore.signatures.cosign import envelopes, parse_envelope, read_envelope
 from blobstore.signatures.keys import PublicKey, read_key
 from blobstore.signatures.policy import Verdict, decide
@@ -18,7 +18,7 @@ from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from blobstore.errors import StoreError
     from blobstore.manifests.reference import Names
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from blobstore.signatures.signature import Kind
     from blobstore.store.signatures import KeptSignature
 
-State = Literal["valid", "invalid", "unknown key"]
+State = Literal["valid", "invalid", "unknown key", "not checked"]
+_SHOWN = 16
+"""Digits of a key's fingerprint that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class CheckedSignature:
 
     kind: Kind | Literal["unknown"]
     state: State
-    """Whether a known key made it; ``invalid`` if it is malformed or was altered."""
+    """Whether a known key made it; ``invalid`` if it is malformed or was altered, ``not checked`` if no key
+    is known."""
     signer: str = ""
     """The name of that key."""
     key: str = ""
@@ -46,6 +49,11 @@ class CheckedSignature:
     """In seconds since the epoch, if the signature says so."""
     message: str = ""
     """What is wrong with it."""
+
+    @property
+    def short_key(self) -> str:
+        """The start of the key's fingerprint."""
+        return self.key[:_SHOWN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +119,39 @@ def check_signatures(
     found = []
     for reference in Reference.all_of(references) or tuple(store.references(on_error=on_error)):
         digest = Digest.of(store.read_manifest(reference))
-        checked = [_check(kept, digest, known) for kept in store.kept_signatures(digest)]
-        checked.sort(key=lambda one: (one.kind, one.created or 0, one.key))
         signatures = envelopes(store.signatures(digest))
         verdict = decide(policy, reference, digest, signatures) if policy is not None else None
         found.append(
             SignedModel(
-                reference=reference, digest=digest, signatures=tuple(checked), verdict=verdict
+                reference=reference,
+                digest=digest,
+                signatures=signatures_of(store, digest, known),
+                verdict=verdict,
             )
         )
     return tuple(found)
+
+
+def signatures_of(
+    store: LocalStore, manifest: Digest, keys: Sequence[PublicKey] | None = None
+) -> tuple[CheckedSignature, ...]:
+    """Return the signatures of a manifest, checked with keys; by default those of the policy."""
+    known = policy_keys(store) if keys is None else keys
+    checked = [_check(kept, manifest, known) for kept in store.kept_signatures(manifest)]
+    return tuple(sorted(checked, key=lambda one: (one.kind, one.created or 0, one.key)))
+
+
+def describe_signers(signatures: Iterable[CheckedSignature]) -> str:
+    """Return who signed a model, for people, and what of it was not verified; empty if nobody did."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for one in signatures:
+        who = one.signer or (f"key {one.short_key}" if one.key else "a key that is not named")
+        mark = {"valid": "", "unknown key": "not verified"}.get(one.state, one.state)
+        kinds.setdefault((who, mark), []).append(one.kind)
+    return ", ".join(
+        f"{who} ({', '.join([*dict.fromkeys(found), *[mark] * bool(mark)])})"
+        for (who, mark), found in kinds.items()
+    )
 
 
 def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
@@ -137,7 +168,7 @@ def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> 
     if found is None:
         if envelope.hint and any(one.fingerprint == envelope.hint for one in keys):
             return _invalid("it was altered: it names a key that did not make it", kind, hint)
-        return CheckedSignature(kind=kind, state="unknown key", key=hint)
+        return CheckedSignature(kind=kind, state="unknown key" if keys else "not checked", key=hint)
     try:
         signature = parse_envelope(envelope)
     except InvalidSignature as error:

@@ -72,6 +72,14 @@ def read_policy(store: LocalStore) -> Policy | None:
         raise InvalidPolicy(f"policy {quote(path)}: {error}") from None
 
 
+def policy_keys(store: LocalStore) -> Sequence[PublicKey]:
+    """Return the keys of the policy; none if there is no policy, or it cannot be used."""
+    with suppress(InvalidPolicy, MissingLibrary):
+        policy = read_policy(store)
+        return policy.keys if policy is not None else ()
+    return ()
+
+
 def check_trust(
     store: LocalStore,
     reference: Reference,
@@ -141,10 +149,7 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
     """
     from blobstore.signatures.cosign import signed_by
 
-    keys: Sequence[PublicKey] = ()
-    with suppress(InvalidPolicy, MissingLibrary):
-        policy = read_policy(store)
-        keys = policy.keys if policy is not None else ()
+    keys = policy_keys(store)
     for manifest in manifests:
         for kept in store.kept_signatures(manifest):
             if kept.data is None:

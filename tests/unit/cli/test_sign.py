@@ -70,13 +70,50 @@ def test_verify_reports_who_signed_what(store: LocalStore, key: KeyFiles) -> Non
     assert f"  oms: signed by key.pub (key {fingerprint[:16]})\n" in shown
     assert "  cosign: signed by key.pub" in shown
     assert "0 signatures\nok: 2 models" in shown
-    assert "not verified: signed by another key" in run("verify", "model", *options).stdout
+    shown = run("verify", "model", *options).stdout
+    assert f"  oms: not checked: no key was given (key {fingerprint[:16]})\n" in shown
+    other = key_files(store.root.parent, "other").public
+    # A key is reason enough to look at signatures.
+    shown = run("verify", "model", "--key", other, "--store", store.root).stdout
+    assert f"  oms: not verified: signed by another key (key {fingerprint[:16]})\n" in shown
     value = run_json("verify", "model", "--quick", *options, "--key", key.public)
     (model,) = value["signatures"]
     assert {one["state"] for one in model["signatures"]} == {"valid"}
     assert (model["action"], model["trusted"], model["reason"]) == (None, None, "")
     assert "signatures" not in run_json("verify", "model", "--store", store.root)
-    run("verify", "--key", key.public, "--store", store.root, exit_code=2)
+    error = run("verify", "--key", key.public, "oci://127.0.0.1:1/x", exit_code=2).stderr
+    assert "--remote cannot be combined with" in error
+
+
+def test_commands_that_describe_models_say_who_signed_them_and_what_was_checked(
+    store: LocalStore, key: KeyFiles
+) -> None:
+    def described(name: str) -> list[str]:
+        table = run("list", "-v", name, "--store", store.root).stdout.splitlines()
+        info = run("info", name, "--store", store.root).stdout.splitlines()
+        show = run("show", name, "--store", store.root).stdout.splitlines()
+        start = table[0].index("SIGNED BY")
+        rows = (line.partition("signed by")[2] for line in (*info, *show))
+        return [table[1][start:].strip(), *(row.strip() for row in rows if row)]
+
+    put(store, "plain", {"x": 2})
+    assert described("plain") == ["-"]
+    assert "SIGNED BY" not in run("list", "--store", store.root).stdout
+    run("sign", "model", "--key", key.private, "--store", store.root)
+    short = public_key(key).fingerprint[:16]
+    by = f"a key that is not named (cosign, not checked), key {short} (oms, not checked)"
+    assert described("model") == [by] * 3
+    policy(store, key_files(store.root.parent, "other"))
+    assert described("model") == [by.replace("not checked", "not verified")] * 3
+    policy(store, key)
+    assert described("model") == ["ours (cosign, oms)"] * 3
+    for command in ("info", "show", "list"):
+        found = run_json(command, "model", "--store", store.root)
+        model = found["models"][0] if command == "list" else found
+        assert {(one["state"], one["signer"]) for one in model["signatures"]} == {("valid", "ours")}
+    # A policy that cannot be used keeps nobody from looking.
+    store.policy_path.write_text("version = 2")
+    assert described("model") == [by] * 3
 
 
 def test_verify_fails_if_the_policy_refuses_a_model(store: LocalStore, key: KeyFiles) -> None:

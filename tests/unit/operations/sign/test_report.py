@@ -45,9 +45,9 @@ def test_does_not_vouch_for_keys_that_it_does_not_know(
     store: LocalStore, key: KeyFiles, tmp_path: Path
 ) -> None:
     blobstore.sign("model", key.private, store=store)
-    expected = [("cosign", "unknown key", ""), ("oms", "unknown key", "")]
-    assert states(store) == expected
-    assert states(store, key_files(tmp_path, "other").public) == expected
+    other = key_files(tmp_path, "other").public
+    assert states(store) == [("cosign", "not checked", ""), ("oms", "not checked", "")]
+    assert states(store, other) == [("cosign", "unknown key", ""), ("oms", "unknown key", "")]
 
 
 def test_reports_signatures_that_were_altered(store: LocalStore, key: KeyFiles) -> None:
