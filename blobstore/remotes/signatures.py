@@ -20,7 +20,7 @@ from blobstore.errors import (
     RemoteError,
 )
 from blobstore.manifests.media_types import LOCAL_MANIFEST
-from blobstore.registry.layouts.attached import bundle_manifest, cosign_manifest, is_cosign_for
+from blobstore.registry.layouts.attached import bundle_manifest, cosign_manifest, cosign_of
 from blobstore.registry.manifest import ImageManifest
 from blobstore.remotes.referrers import (
     noting_errors,
@@ -39,7 +39,7 @@ from blobstore.signatures.cosign import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.registry.client import RegistryClient
@@ -108,13 +108,15 @@ def fetch_signatures(
         on_error: called with the error if a signature, or the list of them, cannot be fetched.
     """
     budget = Budget(limits.SIGNATURES, f"signatures of {root.digest.short}")
-    with noting_errors(on_error):
-        content = client.get_manifest(repository, cosign.tag_of(root.digest)).parse()
-        if isinstance(content, ImageManifest):
-            # If the registry's manifest differs from the store's, the signature is kept with it,
-            # because that is what was signed.
-            subject = b"" if root.digest == manifest else root.data
-            yield from _fetch_cosign(client, repository, content.layers, subject, budget, on_error)
+    # If the registry's manifest differs from the store's, a signature of it is kept with it,
+    # because that is what was signed.
+    subjects = {root.digest: root.data, manifest: b""}
+    for digest, subject in subjects.items():
+        with noting_errors(on_error):
+            content = client.get_manifest(repository, cosign.tag_of(digest)).parse()
+            if isinstance(content, ImageManifest):
+                layers = content.layers
+                yield from _fetch_cosign(client, repository, layers, subject, budget, on_error)
     bundles = (item for item in referrers if item.artifact_type == BUNDLE)
     for item in islice(bundles, limits.SIGNATURES.count):
         with noting_errors(on_error):
@@ -172,6 +174,8 @@ def push_signatures(
 ) -> int:
     """Give a registry the signatures that a store has of a model; return how many it has now.
 
+    One for cosign is found by the digest that it states: that of the manifest there, or in the store.
+
     With ``key``, the manifest in the registry is signed first, unless it was signed with it before.
 
     Raises:
@@ -187,40 +191,28 @@ def push_signatures(
         data = cosign.write_signature(signed, key.sign(signed, is_sha256=True), subject)
         # Kept before it is sent: if sending fails, the next push sends it and need not sign again.
         store.keep_signature(manifest, data, is_verified=True)
-    return send_signatures(client, target.repository, root, store.signatures(manifest))
-
-
-def send_signatures(
-    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[bytes]
-) -> int:
-    """Send a registry the signatures of a model that it lacks; return how many it has then.
-
-    A signature for cosign goes there only if it signs the manifest that the registry has.
-
-    Raises:
-        RemoteError: the registry cannot be reached, or refuses them.
-    """
-    own, bundles = [], []
-    for one in envelopes(signatures):
-        if one.kind == "oms":
-            bundles.append(bundle_manifest(root, one.data))
-        elif is_cosign_for(one, root):
-            own.append(one)
-    if own:
-        _send_cosign(client, repository, root, own)
-    send_referrers(client, repository, root, bundles)
-    return len(own) + len(bundles)
+    kept = list(envelopes(store.signatures(manifest)))
+    by_digest = cosign_of(kept, [root.digest, manifest])
+    for digest, found in by_digest.items():
+        _send_cosign(client, target.repository, root, digest, found)
+    bundles = [bundle_manifest(root, one.data) for one in kept if one.kind == "oms"]
+    send_referrers(client, target.repository, root, bundles)
+    return sum(map(len, by_digest.values())) + len(bundles)
 
 
 def _send_cosign(
-    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Envelope]
+    client: RegistryClient,
+    repository: str,
+    root: RemoteManifest,
+    digest: Digest,
+    signatures: Sequence[Envelope],
 ) -> None:
     """Add signatures to those that the tag of a manifest has; an earlier push may have sent them."""
     # As with an index of referrers: of two processes that do this at once, one loses its entries.
-    found = tag_to_extend(client, repository, cosign.tag_of(root.digest), root)
+    found = tag_to_extend(client, repository, cosign.tag_of(digest), root)
     content = found.parse() if found is not None else None
     before = content.layers if isinstance(content, ImageManifest) else ()
-    made = cosign_manifest(root, signatures, before)
+    made = cosign_manifest(digest, signatures, before)
     # Without the signatures, the manifest is the same only if none of them is new.
-    if made.manifest != cosign_manifest(root, (), before).manifest:
+    if made.manifest != cosign_manifest(digest, (), before).manifest:
         send_attached(client, repository, made)

@@ -17,7 +17,7 @@ from blobstore.operations.transfer.send_cold import cold_lists
 from blobstore.registry.layouts.attached import (
     bundle_manifest,
     cosign_manifest,
-    is_cosign_for,
+    cosign_of,
     referrer,
 )
 from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
@@ -119,9 +119,8 @@ def make_artifact(
     for root in roots:
         bundles = [bundle_manifest(root, one.data) for one in signed if one.kind == "oms"]
         artifact.referrers[root.digest] = [_attach(artifact, one) for one in bundles]
-        own = [one for one in signed if is_cosign_for(one, root)]
-        if own:
-            _attach(artifact, cosign_manifest(root, own))
+    for digest, own in cosign_of(signed, [*(one.digest for one in roots), artifact.model]).items():
+        _attach(artifact, cosign_manifest(digest, own))
     return artifact
 
 

@@ -8,6 +8,7 @@ have the same digests.
 from __future__ import annotations
 
 import base64
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
@@ -78,26 +79,31 @@ def bundle_manifest(root: RemoteManifest, bundle: bytes) -> Attached:
     return referrer(root, BUNDLE, layers, {Digest.of(bundle): bundle}, annotations)
 
 
-def is_cosign_for(one: Envelope, root: RemoteManifest) -> bool:
-    """Return whether a signature is one for cosign, and states the digest of ``root``."""
-    try:
-        return one.kind != "oms" and cosign.parse_envelope(one).stated == root.digest
-    except InvalidSignature:
-        return False
+def cosign_of(
+    signatures: Iterable[Envelope], digests: Iterable[Digest]
+) -> dict[Digest, list[Envelope]]:
+    """Return the signatures for cosign of some manifests, by the digest that they state."""
+    found: dict[Digest, list[Envelope]] = {digest: [] for digest in digests}
+    for one in signatures:
+        with suppress(InvalidSignature):
+            stated = None if one.kind == "oms" else cosign.parse_envelope(one).stated
+            if stated in found:
+                found[stated].append(one)
+    return {digest: own for digest, own in found.items() if own}
 
 
 def cosign_manifest(
-    root: RemoteManifest, signed: Iterable[Envelope], before: Sequence[RemoteDescriptor] = ()
+    signed: Digest, signatures: Iterable[Envelope], before: Sequence[RemoteDescriptor] = ()
 ) -> Attached:
-    """Return the manifest in which cosign looks for the signatures of ``root``.
+    """Return the manifest in which cosign looks for the signatures of the manifest ``signed``.
 
     Args:
-        root: what they sign.
-        signed: the signatures, each as :func:`is_cosign_for` accepts it.
+        signed: what they sign.
+        signatures: the signatures, as :func:`cosign_of` returns them.
         before: the layers of such a manifest that the registry has; they come first, each once.
     """
     layers, blobs = list(before), {}
-    for one in signed:
+    for one in signatures:
         annotations = {ANNOTATION: base64.b64encode(one.signature).decode()}
         layer = _described(SIMPLE_SIGNING, one.signed, annotations)
         blobs[layer.digest] = one.signed
@@ -114,7 +120,7 @@ def cosign_manifest(
     config = _described(IMAGE_CONFIG, data)
     blobs[config.digest] = data
     content = {"config": config.to_json(), "layers": [layer.to_json() for layer in layers]}
-    return Attached(_image_manifest(content), blobs, tag=cosign.tag_of(root.digest))
+    return Attached(_image_manifest(content), blobs, tag=cosign.tag_of(signed))
 
 
 def _image_manifest(value: Mapping[str, Any]) -> RemoteManifest:

@@ -6,7 +6,7 @@ from blobstore.core.digest import Digest
 from blobstore.registry.layouts.attached import (
     bundle_manifest,
     cosign_manifest,
-    is_cosign_for,
+    cosign_of,
     referrer,
 )
 from blobstore.registry.manifest import OCI_MANIFEST, ImageManifest, RemoteManifest
@@ -63,10 +63,10 @@ def test_a_bundle_is_the_layer_of_a_referrer() -> None:
 def test_the_manifest_for_cosign_has_the_layers_of_the_registry_first_and_each_once() -> None:
     one, two = (read_envelope(signature(ROOT, number)) for number in (1, 2))
 
-    alone = cosign_manifest(ROOT, [one])
+    alone = cosign_manifest(ROOT.digest, [one])
     first = alone.manifest.parse()
     assert isinstance(first, ImageManifest)
-    both = cosign_manifest(ROOT, [one, two], first.layers)
+    both = cosign_manifest(ROOT.digest, [one, two], first.layers)
     second = both.manifest.parse()
     assert isinstance(second, ImageManifest)
 
@@ -78,11 +78,13 @@ def test_the_manifest_for_cosign_has_the_layers_of_the_registry_first_and_each_o
     config = json.loads(both.blobs[second.config.digest])
     assert config["rootfs"]["diff_ids"] == [str(layer.digest) for layer in second.layers]
     assert both.tag == f"sha256-{ROOT.digest.hex}.sig"
-    assert cosign_manifest(ROOT, [two, one], second.layers).manifest == both.manifest
+    assert cosign_manifest(ROOT.digest, [two, one], second.layers).manifest == both.manifest
 
 
 def test_only_signatures_for_cosign_of_this_manifest_are_sent_with_it() -> None:
     other = RemoteManifest.of(OCI_MANIFEST, b"{}")
 
-    assert is_cosign_for(read_envelope(signature(ROOT, 1)), ROOT)
-    assert not is_cosign_for(read_envelope(signature(other, 1)), ROOT)
+    ours, theirs = (read_envelope(signature(one, 1)) for one in (ROOT, other))
+    assert cosign_of([theirs, ours], [ROOT.digest]) == {ROOT.digest: [ours]}
+    both = cosign_of([theirs, ours], [ROOT.digest, other.digest])
+    assert both == {ROOT.digest: [ours], other.digest: [theirs]}
