@@ -242,7 +242,7 @@ def _created_as_json(model: CreatedModel) -> dict[str, Any]:
         entry |= output.record(model.created, _CREATED_FIELDS)
     if model.error is not None:
         kind, code = type(model.error).__name__, model.error.exit_code
-        entry["error"] = {"kind": kind, "message": str(model.error), "exit_code": code}
+        entry["error"] = {"kind": kind, "message": model.error, "exit_code": code}
     return entry
 
 

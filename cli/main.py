@@ -21,7 +21,7 @@ import click
 
 import blobstore
 from blobstore.cli import options
-from blobstore.cli.output import OutputClosed, is_verbose, show_error, show_json
+from blobstore.cli.output import OutputClosed, is_verbose, show_error, show_json, with_options
 from blobstore.cli.render import printable_lines
 from blobstore.core import interrupts
 from blobstore.core.escape import escape, quote
@@ -80,8 +80,6 @@ _ELSEWHERE = {
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _MAX_DESCRIPTORS = 10240
 """As many as macOS allows if it says that there is no limit."""
-_ARGUMENT = re.compile(r"\b(?:force|overwrite)=True\b")
-"""Names of the argument that all commands call --force."""
 _DID_YOU_MEAN = re.compile(
     r"\.? \(?(?:Did you mean|Possible options:)(?: one of:)? ([^?)]+)[?.)]*$"
 )
@@ -182,9 +180,7 @@ class _Program(click.Group):
                 name = getattr(error, "filename", None)
                 where = f" ({quote(name)})" if name else ""
                 error = BlobstoreError(f"the system failed: {reason}{where}")
-            # The advice names arguments of Python, of which the command line has options.
-            advice = _ARGUMENT.sub("--force", error.advice)
-            text = f"{error.message}; {advice}" if advice else error.message
+            text = with_options(str(error))
             _report_json(ctx, type(error).__name__, text, error.exit_code, error)
             if is_verbose():
                 import traceback

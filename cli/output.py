@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import re
 import stat
 import sys
 import time
@@ -36,6 +37,10 @@ _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
 SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 """Those of a signature, for :func:`records`."""
+_ARGUMENT = re.compile(
+    r"\b(cold|force|mount|overwrite|verify)=(True|False)\b|\b(keep_last|mount_from|older_than|part_size)\b"
+)
+"""Arguments of Python of which the command line has options, as messages of the library name them."""
 VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
 
 
@@ -134,7 +139,9 @@ def show_json(value: Any) -> None:
     from blobstore.manifests.reference import Reference
 
     def text_of(item: object) -> str:
-        if isinstance(item, Reference | PurePath | BlobstoreError):
+        if isinstance(item, BlobstoreError):
+            return with_options(str(item))
+        if isinstance(item, Reference | PurePath):
             return str(item)
         raise TypeError(f"{type(item).__name__} has no JSON form")
 
@@ -210,10 +217,20 @@ def _has_option(name: str) -> bool:
     return context is not None and VOLUME_KEYS[name] in context.meta
 
 
+def with_options(message: str) -> str:
+    """Return a message of the library with the options of commands instead of arguments of Python."""
+
+    def option(found: re.Match[str]) -> str:
+        name = (found[1] or found[3]).replace("overwrite", "force").replace("_", "-")
+        return f"--{'no-' * (found[2] == 'False')}{name}"
+
+    return _ARGUMENT.sub(option, message)
+
+
 def show_note(*messages: str) -> None:
     """Print notes on standard error, unless the user wants none."""
     for message in () if is_quiet() else messages:
-        show_line(f"note: {escape(message)}")
+        show_line(f"note: {escape(with_options(message))}")
 
 
 def show_error(message: str) -> None:
@@ -221,7 +238,7 @@ def show_error(message: str) -> None:
     start = "blobstore: error:"
     if sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         start = click.style(start, fg="red", bold=True)
-    show_line(f"{start} {escape(message)}")
+    show_line(f"{start} {escape(with_options(message))}")
 
 
 def exit_with(errors: Iterable[object], exit_code: int = Damaged.exit_code) -> None:

@@ -38,7 +38,7 @@ def show_many(
     ]
     empty = dict.fromkeys(part.partition("=")[0] for part in fields.split())
     data = [
-        {"name": model.name, "error": None if model.error is None else str(model.error)}
+        {"name": model.name, "error": model.error}
         | (empty if model.result is None else output.record(model.result, fields))
         for model in models
     ]

@@ -261,7 +261,7 @@ def too_many_maps(what: str) -> TooManyMaps | None:
     return TooManyMaps(
         f"{what} cannot be mapped: this process has {counts.present} maps, and vm.max_map_count "
         f"allows {counts.limit}",
-        advice="raise that limit with sysctl, or open the model with read='pread'",
+        advice="raise that limit with sysctl, or, in Python, open the model with read='pread'",
     )
 
 

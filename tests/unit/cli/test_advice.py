@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import save_file
 
 from blobstore.cli.main import program
+from blobstore.cli.output import with_options
 from blobstore.core.escape import cli_command
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-from tests.unit.cli.running import run
+from tests.unit.cli.running import run, run_json
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("blobstore", "cli", "manifests")
@@ -122,6 +123,81 @@ def test_advised_commands_exist_with_their_options_and_arguments(advice: Advice)
     for parameter in command.params:
         if isinstance(parameter, click.Argument) and parameter.required:
             assert found.get(parameter.name or ""), (advice, parameter.name)
+
+
+PYTHON_ONLY = (
+    *("blobstore/integrations/", "blobstore/models/", "blobstore/safetensors/"),
+    *("blobstore/sources/memory.py", "blobstore/store/outside_gguf.py"),
+    "blobstore/operations/bench/",  # it says how open was called
+    "blobstore/serve/metrics.py",  # the format of Prometheus
+)
+"""Where arguments are those of functions that no command calls, or calls so."""
+OTHERS = {"group_size", "state_dict", "use_collectives", "weight_map"}
+"""What files and PyTorch call things."""
+
+
+def arguments() -> set[str]:
+    """Return the names of all keyword arguments of the product."""
+    found = set[str]()
+    for path in (ROOT / "blobstore").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found.update(it.arg for it in (*node.args.args, *node.args.kwonlyargs))
+    return found - OTHERS
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield the texts of several words that commands may print, each with its file."""
+    for path in sorted((ROOT / "blobstore").rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        if file.startswith((*PYTHON_ONLY, "blobstore/cli/", "blobstore/pages/")):
+            continue
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Raise | ast.Call | ast.Yield):
+                for node in ast.walk(call):
+                    if isinstance(node, ast.Constant | ast.JoinedStr) and " " in _shown(node):
+                        yield file, _shown(node)
+
+
+def test_messages_name_options_and_no_arguments_of_python() -> None:
+    """The library speaks of arguments; one function of the command line turns them into options."""
+    known, translated = arguments(), set[str]()
+    context = click.Context(program)
+    options = {
+        text
+        for name in program.list_commands(context)
+        if (command := program.get_command(context, name)) is not None
+        for parameter in command.params
+        for text in (*parameter.opts, *parameter.secondary_opts)
+    }
+    for file, message in messages():
+        shown = with_options(message)
+        if shown != message:
+            translated |= set(re.findall(r"--[a-z-]+", shown)) - set(
+                re.findall(r"--[a-z-]+", message)
+            )
+        words = re.findall(r"\b([a-z]+(?:_[a-z]+)*)=(?:True|False|None|['\"])", shown)
+        words += re.findall(r"(?<![\w.'/])([a-z]+(?:_[a-z]+)+)(?![\w'(])", shown)
+        found = [word for word in words if word in known]
+        assert not found or "in Python" in shown, (file, shown)
+    assert translated <= options
+    assert {"--force", "--cold", "--verify", "--keep-last", "--no-mount"} <= translated
+
+
+def test_errors_name_options_wherever_they_are_printed(store: LocalStore, tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        run("create", _folder(tmp_path / name, seed=seed), "m", "--store", tmp_path / f"s{seed}")
+    words = ("cp", "m", "--to", tmp_path / "s0", "--store", tmp_path / "s1")
+    assert (
+        "another model has the name 'm:latest'; replace it with --force"
+        in run(*words, exit_code=1).stderr
+    )
+    assert "replace it with --force" in run_json(*words, exit_code=1)["error"]["message"]
+    run("cp", "m", "n", "--store", tmp_path / "s1")
+    many = ("cp", "[mn]", "--to", tmp_path / "s0", "--store", tmp_path / "s1")
+    assert "replace it with --force" in run(*many, exit_code=1).stderr
+    failed = [model["error"] for model in run_json(*many, exit_code=1)["models"]]
+    assert "replace it with --force" in failed[0]
 
 
 # Messages and what they advise
