@@ -118,7 +118,10 @@ def test_advised_commands_exist_with_their_options_and_arguments(advice: Advice)
     assert command is not None, advice
     if not words:  # it is only mentioned
         return
-    found, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
+    # Commands keep the first help option that they are asked for, also for other tests.
+    names = program.context_settings["help_option_names"]
+    parser = command.make_parser(click.Context(command, help_option_names=names))
+    found, rest, _ = parser.parse_args(words)
     assert not rest, advice
     for parameter in command.params:
         if isinstance(parameter, click.Argument) and parameter.required:
