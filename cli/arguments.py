@@ -365,6 +365,11 @@ def model_or_gguf(store: LocalStore, text: str) -> Reference | str:
 def path_advice(text: str) -> str:
     """Return how to import a path that was taken for a name; empty for other texts."""
     is_meant = text.startswith(("/", "./", "../", "~")) or os.path.exists(text)  # noqa: PTH110 - as below
+    if is_meant and os.path.isdir(text):  # noqa: PTH112 - as below
+        return (
+            "'blobstore create PATH NAME' imports what a path names, and "
+            "'blobstore create --all --dry-run PATH' lists the models of a folder"
+        )
     return "'blobstore create PATH NAME' imports what a path names" if is_meant else ""
 
 

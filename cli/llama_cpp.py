@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -62,6 +64,8 @@ _PARAMETERS: Final = {
 FOLDER: Final = "ollama/"
 _PARAMS: Final = f"{FOLDER}params.json"
 _MAX_PARAMS: Final = 1 << 20
+_SECONDS: Final = 10
+"""For a program to print its help."""
 
 
 def gguf_files(store: LocalStore, manifest: Manifest, folder: Path) -> dict[str, list[Path]]:
@@ -111,9 +115,12 @@ def file_words(
 
 
 def ollama_words(
-    server: str, store: LocalStore, manifest: Manifest, unused: list[str]
+    server: str, store: LocalStore, manifest: Manifest, unused: list[str], program: str = ""
 ) -> Iterator[str]:
-    """Yield the words for Ollama's parameters of a model; what ``server`` has no option for is added to ``unused``."""
+    """Yield the words for Ollama's parameters of a model; what ``server`` has no option for is added to ``unused``.
+
+    ``program`` is the one that is installed, whose help says which options it has.
+    """
     from blobstore.core import strict_json
 
     layers = _ollama_layers(manifest)
@@ -128,14 +135,32 @@ def ollama_words(
     if not isinstance(values, dict):
         unused.append(f"damaged {_PARAMS}")
         return
+    known = _help(program) if program and server == PROGRAM else ""
     for name, value in values.items():
         option = _PARAMETERS[server].get(name)
+        if option and known and not re.search(rf"{option}(?![\w-])", known):
+            option = None
         words = [_word(name, one) for one in (value if isinstance(value, list) else [value])]
         if option is None or not all(words):
             unused.append(f"the parameter {name}")
             continue
         for word in words:
             yield from (option, word)
+
+
+def _help(program: str) -> str:
+    """Return what a program says of its options; nothing if it does not say it."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [program, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        return done.stdout if "--ctx-size" in done.stdout else ""
+    return ""
 
 
 def _word(name: str, value: object) -> str:

@@ -113,7 +113,7 @@ def command(
     unused: list[str] = []
     if server.reads == "gguf":
         words += llama_cpp.file_words(server.start[0], model, gguf, unused)
-        words += llama_cpp.ollama_words(server.start[0], store, manifest, unused)
+        words += llama_cpp.ollama_words(server.start[0], store, manifest, unused, words[0])
     elif server.reads == "folder":
         words.append(str(folder))
     else:

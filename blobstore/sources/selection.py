@@ -29,7 +29,7 @@ from blobstore.sources.gguf import GGUF
 from blobstore.sources.gguf_models import choose_gguf, gguf_files
 from blobstore.sources.parts import check_finished, check_whole
 from blobstore.sources.safetensors import SAFETENSORS
-from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, keeping, read_weight_map
+from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, has_ending, keeping, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
     counted,
@@ -174,14 +174,14 @@ def _has_no_model(name: str) -> bool:
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder seems to be a model, whether complete and readable or not."""
     return folder.is_dir() and any(
-        name in _MODEL_FILES or name.endswith(WEIGHTS) or kind_of_name(name)
+        name in _MODEL_FILES or has_ending(name) or kind_of_name(name)
         for name in FileTree(folder).entries()
     )
 
 
 def would_be_imported(name: str) -> bool:
     """Return whether a file of this name, without its folder, is imported if a folder has it."""
-    return name.endswith(WEIGHTS) or is_kept(name)
+    return has_ending(name) or is_kept(name)
 
 
 def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
@@ -251,7 +251,7 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
     """
     folder = part.folder
     names = [name for name in tree.entries(folder) if not _has_no_model(name)]
-    if any(name.endswith(WEIGHTS) for name in names):
+    if any(map(has_ending, names)):
         return
     if _WITHOUT_WEIGHTS.fullmatch(part.class_name) or any(
         name.startswith(f"{folder}/" if folder else "") for name in kept
@@ -273,7 +273,7 @@ def _select_weights(
     index: str | None = None
     chosen: Sequence[str] = _gguf_files(tree, folder, names, options, selection.notices)
     if chosen:  # and notices say which others are left out
-        names = [name for name in names if not name.endswith(GGUF)]
+        names = [name for name in names if not has_ending(name, GGUF)]
     else:
         index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
@@ -318,7 +318,7 @@ def _gguf_files(
     notices: list[str],
 ) -> list[str]:
     """Return the GGUF files to read, if there are no other weights or none that the pattern matches."""
-    others = [name for name in names if not name.endswith(GGUF)]
+    others = [name for name in names if not has_ending(name, GGUF)]
     if options.weights is not None:
         others = [name for name in others if glob_matches(name, options.weights)]
     return [] if others else choose_gguf(tree, folder, options.weights, options.keep, notices)
@@ -355,7 +355,7 @@ def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[s
         names += [
             name
             for name in every
-            if name.endswith(endings)
+            if has_ending(name, endings)
             and (options.weights is not None or not _has_no_model(name))
             and not _is_kept_whole(tree, joined(folder, name), options)
         ]
@@ -367,7 +367,7 @@ def _is_kept_whole(tree: FileTree, name: str, options: SourceOptions) -> bool:
     if not any_glob_matches(name, options.keep):
         return False
     # Runtimes want GGUF files as they are. Other patterns are meant for what is not read.
-    return name in options.keep or name.endswith(GGUF) or not _may_be_weights(tree, name)
+    return name in options.keep or has_ending(name, GGUF) or not _may_be_weights(tree, name)
 
 
 def _may_be_weights(tree: FileTree, name: str) -> bool:
@@ -375,7 +375,7 @@ def _may_be_weights(tree: FileTree, name: str) -> bool:
     head = tree.head(name)
     if head is None:
         return True
-    if not name.endswith(CHECKPOINTS):
+    if not has_ending(name, CHECKPOINTS):
         kind = kind_of(head)
         return kind is not None and kind.use == "read"
     from blobstore.sources.pytorch.container import (
@@ -398,7 +398,7 @@ def _choose(
     if weights is not None:
         every = [*indexes[SAFETENSORS], *indexes[".bin"]]
         return _choose_by(tree, folder, weights, every, names)
-    is_safetensors = indexes[SAFETENSORS] or any(name.endswith(SAFETENSORS) for name in names)
+    is_safetensors = indexes[SAFETENSORS] or any(has_ending(name, SAFETENSORS) for name in names)
     ending = SAFETENSORS if is_safetensors else ".bin"
     if read_json(tree, joined(folder, "model_index.json"), dict):
         # The folder of a pipeline often has all components once more in a single file.
@@ -427,7 +427,7 @@ def _choose(
         name
         for name in names
         if not _is_of_earlier_step(name, names)
-        and (name.endswith(SAFETENSORS) or _may_be_weights(tree, joined(folder, name)))
+        and (has_ending(name, SAFETENSORS) or _may_be_weights(tree, joined(folder, name)))
     ]
     if len(names) > 1:
         raise SourceError(
@@ -515,13 +515,13 @@ def _other_models(tree: FileTree, stored: Collection[str]) -> Iterator[str]:
         is_read = any(file.startswith(f"{name}/") for file in stored)
         if not is_read and not name.startswith(".") and tree.is_folder(name):
             with suppress(OSError, SourceError):
-                if any(it.endswith(WEIGHTS) and not _has_no_model(it) for it in tree.entries(name)):
+                if any(has_ending(it) and not _has_no_model(it) for it in tree.entries(name)):
                     yield str(tree.root / name)
 
 
 def _other_kind(tree: FileTree, name: str) -> FileKind | None:
     """Return the kind of a file that has weights, as far as it is known, and is not read."""
-    if not name.endswith(WEIGHTS):
+    if not has_ending(name):
         return kind_of_name(name)
     if _TRAINING_STATE.fullmatch(name.rpartition("/")[2]):
         return FileKind("the state of a training program, which has no model")

@@ -52,6 +52,11 @@ WEIGHTS: Final = tuple(ending for endings in ENDINGS for ending in endings)
 """Endings of all files of weights that are read."""
 
 
+def has_ending(name: str, endings: str | tuple[str, ...] = WEIGHTS) -> bool:
+    """Return whether a name has one of some endings, in letters of any case."""
+    return name.lower().endswith(endings)
+
+
 class _Place(NamedTuple):
     shard: Shard
     name: str
@@ -116,7 +121,7 @@ class ShardSet:
 
     def _opened(self, path: Path, prefix: str) -> tuple[Shard, str]:
         """Open a file; return it and the prefix of its tensors' names."""
-        kind = _BY_ENDING.get(path.suffix)
+        kind = _BY_ENDING.get(path.suffix.lower())
         if kind is None and is_gguf(path, self.versions.open):
             kind = GgufShard
         if kind is None:

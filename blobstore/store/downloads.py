@@ -29,17 +29,29 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from blobstore.core.progress import Progress
     from blobstore.store.local import LocalStore
 
 _PAUSE: Final = 0.1
+_WAITERS: Final = "waiters"
+"""The folder that processes lock which wait for the files."""
 
 
 class Downloads:
     """The folders of one import."""
 
-    def __init__(self, store: LocalStore, *, is_quantized: bool) -> None:
-        """Make no folder yet. ``is_quantized`` says that the store gets fewer bytes than the weights have."""
+    def __init__(
+        self, store: LocalStore, *, is_quantized: bool, progress: Progress | None = None
+    ) -> None:
+        """Make no folder yet.
+
+        Args:
+            store: what gets the model.
+            is_quantized: whether it gets fewer bytes than the weights have.
+            progress: called while another process has the folder.
+        """
         self._store = store
+        self._progress = progress
         self._is_quantized = is_quantized
         self._needed = 0
         self._stack = contextlib.ExitStack()
@@ -60,11 +72,13 @@ class Downloads:
     def folder(self, source: str, version: str) -> Path:
         """Return the folder for files of a version of a source, which only this process uses.
 
+        If another process has it, this one waits for it, and gets its files.
+
         Raises:
             StoreBusy: another process was downloading the same for ``lock_timeout`` seconds.
             StoreError: the store cannot be written, or its file system has no locks.
         """
-        return self._stack.enter_context(_folder(self._store, source, version))
+        return self._stack.enter_context(_folder(self._store, source, version, self._progress))
 
     def check_space(self, to_fetch: int, weights: int) -> None:
         """Check that files can be downloaded, and their weights be stored next to them.
@@ -82,10 +96,12 @@ class Downloads:
 
 
 @contextlib.contextmanager
-def _folder(store: LocalStore, source: str, version: str) -> Iterator[Path]:
+def _folder(
+    store: LocalStore, source: str, version: str, progress: Progress | None
+) -> Iterator[Path]:
     folder = store.folder("downloads") / Digest.of(f"{source} {version}".encode()).hex
     with store.writing():
-        descriptor = _locked(store, folder, source)
+        descriptor = _locked(store, folder, source, progress)
     try:
         try:
             yield folder
@@ -97,32 +113,57 @@ def _folder(store: LocalStore, source: str, version: str) -> Iterator[Path]:
                 error.message = re.sub(below, lambda _: source, error.message)
                 error.args = (error.message,)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        if not _is_awaited(store, folder):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         with contextlib.suppress(OSError):  # it has files
             folder.rmdir()
         os.close(descriptor)
 
 
-def _locked(store: LocalStore, folder: Path, source: str) -> int:
+def _locked(store: LocalStore, folder: Path, source: str, progress: Progress | None) -> int:
     """Return the descriptor of the folder, which this process has locked."""
     deadline = time.monotonic() + store.lock_timeout
-    while True:
-        make_folders(folder, store.root)
-        with contextlib.suppress(FileNotFoundError):  # its process has just removed it
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.ExitStack() as failing:
-                failing.callback(os.close, descriptor)
-                if try_lock(descriptor, fcntl.LOCK_EX, store.root) and os.path.samestat(
-                    folder.lstat(), os.fstat(descriptor)
-                ):
-                    failing.pop_all()
-                    return descriptor
-        if time.monotonic() >= deadline:
-            raise StoreBusy(
-                f"another process is downloading {quote_place(source)}; try again, or wait longer"
-            )
-        interrupts.sleep(_PAUSE)
+    waiter = None
+    with contextlib.ExitStack() as stack:
+        while (descriptor := _try(store, folder, fcntl.LOCK_EX)) is None:
+            if time.monotonic() >= deadline:
+                raise StoreBusy(
+                    f"another process is downloading {quote_place(source)}; try again, or wait longer"
+                )
+            if progress is not None:
+                progress(f"waiting for the process that downloads {source}", 0, 0)
+            if waiter is None:
+                waiter = _try(store, folder / _WAITERS, fcntl.LOCK_SH)
+                if waiter is not None:
+                    stack.callback(os.close, waiter)
+            interrupts.sleep(_PAUSE)
+        return descriptor
+
+
+def _is_awaited(store: LocalStore, folder: Path) -> bool:
+    """Return whether another process waits for the files of a folder."""
+    if not (folder / _WAITERS).is_dir():
+        return False
+    descriptor = _try(store, folder / _WAITERS, fcntl.LOCK_EX)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _try(store: LocalStore, path: Path, kind: int) -> int | None:
+    """Return the descriptor of a folder, which is made, if its lock is free."""
+    make_folders(path, store.root)
+    with contextlib.suppress(FileNotFoundError):  # its process has just removed it
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.ExitStack() as failing:
+            failing.callback(os.close, descriptor)
+            if try_lock(descriptor, kind, store.root) and os.path.samestat(
+                path.lstat(), os.fstat(descriptor)
+            ):
+                failing.pop_all()
+                return descriptor
+    return None
 
 
 def is_full(error: BaseException | None) -> bool:

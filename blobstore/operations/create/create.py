@@ -201,7 +201,9 @@ def create(
     options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
     with (
         _advising(source, implied),
-        Downloads(store, is_quantized=options.quantize.quant_type is not None) as downloads,
+        Downloads(
+            store, is_quantized=options.quantize.quant_type is not None, progress=progress
+        ) as downloads,
         _opened(
             source, options.source, downloads, sha256, progress, in_cache=keep_hub_cache
         ) as opened,

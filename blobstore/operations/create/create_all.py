@@ -27,7 +27,7 @@ from blobstore.sources.gguf_models import EACH_MODEL, gguf_files
 from blobstore.sources.hub import cached_repository, list_files, parse_hub_id
 from blobstore.sources.hub_listing import cached_snapshot
 from blobstore.sources.selection import is_model_folder
-from blobstore.sources.sharded import WEIGHTS
+from blobstore.sources.sharded import WEIGHTS, has_ending
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def quantizations(
     llama.cpp puts the files of all repositories into one folder, and lists them in files named ``manifest=…``.
     """
     files = gguf_files(tree)
-    others = (it for it in tree.entries() if it.endswith(WEIGHTS) and it not in files.roles)
+    others = (it for it in tree.entries() if has_ending(it) and it not in files.roles)
     listed = [*filter(None, map(_LLAMA_CPP.fullmatch, tree.entries()))]
     if not by_stem and not listed and (len(files.models) < 2 or any(others)):
         return [FoundModel(name, source)]
@@ -294,7 +294,7 @@ def loose_files(folder: str | os.PathLike[str]) -> list[str]:
     if not (path.is_dir() and _is_model(path) and _has_loose_files(path)):
         return []
     endings = tuple(ending for ending in WEIGHTS if ending != GGUF)
-    return sorted(item.name for item in path.iterdir() if item.name.endswith(endings))
+    return sorted(item.name for item in path.iterdir() if has_ending(item.name, endings))
 
 
 def _has_loose_files(folder: Path) -> bool:

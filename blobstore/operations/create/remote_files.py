@@ -253,8 +253,6 @@ class _Web:
         name = last_part(url)
         if not is_safe_name(name):
             raise UsageError(f"{quote_url(url)} does not end with the name of a file")
-        stem, dot, ending = name.rpartition(".")
-        self._name = f"{stem}{dot}{ending.lower()}"  # readers know files by it
         # Without the query, which may hold a signature that gives access.
         self.address = f"{parts.scheme.lower()}://{parts.netloc}{parts.path.rpartition('/')[0]}"
         self._url = url.partition("#")[0]
@@ -268,7 +266,7 @@ class _Web:
             authorization="",
         )
         try:
-            self.files = {self._name: self._look()}
+            self.files = {name: self._look()}
         except BaseException as error:
             self.close()
             if isinstance(error, BlobDamaged):  # it has no first byte
@@ -317,7 +315,9 @@ class _Web:
                 yield request, response
         except RemoteRefused as error:
             if error.status == HTTPStatus.NOT_FOUND:
-                raise SourceNotFound(f"there is no file {what}") from None
+                raise SourceNotFound(
+                    f"there is no file {what}", advice="check the address"
+                ) from None
             if error.status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise
             advice = "download the file with a program that can log in, and create from the file"

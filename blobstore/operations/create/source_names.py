@@ -24,7 +24,7 @@ from blobstore.sources.hub import (
     parse_hub_id,
     with_quantization,
 )
-from blobstore.sources.sharded import WEIGHTS
+from blobstore.sources.sharded import WEIGHTS, has_ending
 
 if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions
@@ -44,7 +44,7 @@ def is_elsewhere(source: str | os.PathLike[str]) -> bool:
     return scheme in BUCKETS or (
         scheme in WEB
         and not is_hub_url(os.fspath(source))
-        and last_part(os.fspath(source)).lower().endswith(WEIGHTS)
+        and has_ending(last_part(os.fspath(source)))
     )
 
 

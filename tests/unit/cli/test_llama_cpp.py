@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from blobstore.cli.llama_cpp import MODULE, PROGRAM, ollama_words
@@ -45,3 +47,22 @@ def test_a_server_gets_the_parameters_that_it_has_options_for(store: LocalStore)
         unused: list[str] = []
         assert list(ollama_words(server, store, manifest, unused)) == words
         assert ("the parameter temperature" in unused) == (server == MODULE)
+
+
+def test_an_older_program_gets_only_the_options_that_its_help_has(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    manifest = add_gguf_model(store, "m", params=b'{"num_ctx":4096,"num_predict":5,"stop":["x"]}')
+    program = tmp_path / PROGRAM
+    for text, words in (
+        (
+            "-c, --ctx-size N\\n-n, --predict, --n-predict N",
+            ["--ctx-size", "4096", "--predict", "5"],
+        ),
+        ("no help", ["--ctx-size", "4096", "--predict", "5", "--reverse-prompt", "x"]),
+    ):
+        program.write_text(f"#!/bin/sh\necho '{text}'\n")
+        program.chmod(0o755)
+        unused: list[str] = []
+        assert list(ollama_words(PROGRAM, store, manifest, unused, str(program))) == words
+        assert ("the parameter stop" in unused) == (len(words) == 4)

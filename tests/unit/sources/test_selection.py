@@ -140,8 +140,18 @@ def test_what_macos_writes_next_to_files_is_no_candidate(tmp_path: Path) -> None
     assert Found(tmp_path).notices == []
 
 
+def test_endings_count_in_letters_of_any_case(tmp_path: Path) -> None:
+    model(tmp_path / "safe").joinpath("model.safetensors").rename(
+        tmp_path / "safe" / "M.SAFETENSORS"
+    )
+    (tmp_path / "torch").mkdir()
+    torch.save({"a": torch.ones(3)}, tmp_path / "torch" / "X.PT")
+    for source in ("safe", "safe/M.SAFETENSORS", "torch", "torch/X.PT"):
+        assert Found(tmp_path / source).tensors == {"a"}
+
+
 def test_a_folder_without_weights_says_what_it_has(tmp_path: Path) -> None:
-    write(tmp_path, MODEL__SAFETENSORS=b"\2\0\0\0\0\0\0\0{}")
+    write(tmp_path, MODEL__WEIGHTS=b"\2\0\0\0\0\0\0\0{}")
     with pytest.raises(
         SourceError, match=r"safetensors file; give it the ending \.safetensors, or"
     ):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,3 +134,27 @@ def test_a_disk_that_fills_is_said_with_both_sizes(store: LocalStore) -> None:
     with full, Downloads(store, is_quantized=False) as downloads:
         downloads.check_space(50, 50)
         raise OSError(errno.ENOSPC, "full")
+
+
+def test_who_waits_for_a_folder_gets_its_files(store: LocalStore) -> None:
+    waiting, seen = threading.Event(), []
+
+    def wait() -> None:
+        with Downloads(store, is_quantized=False, progress=note) as downloads:
+            folder = downloads.folder("a", "1")
+            seen.append((folder / "file").read_bytes())
+
+    def note(what: str, done: int, total: int) -> None:
+        del done, total
+        seen.append(what.encode())
+        if len(seen) > 1:  # it has said so, and is a waiter
+            waiting.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with folder_of(store, "a") as folder:
+            (folder / "file").write_bytes(b"all")
+            second = pool.submit(wait)
+            waiting.wait()
+        second.result()
+    assert {*seen} == {b"waiting for the process that downloads a", b"all"}
+    assert not folder.exists()
