@@ -140,6 +140,12 @@ def tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
 
 
+@cache
+def nodes(path: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module. To find them takes longer than what most rules do with them."""
+    return tuple(ast.walk(tree(path)))
+
+
 def names_in(part: ast.AST) -> list[str]:
     """Return the names that code uses, and the attributes."""
     return [
@@ -197,14 +203,14 @@ def test_import_of_the_package_loads_the_standard_library_alone() -> None:
 def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
     used = [
         f"{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr in STORE_ATTRIBUTES
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     ]
     imported = {
         alias.name
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blobstore.store")
         for alias in node.names
     }
@@ -220,7 +226,7 @@ def test_every_module_that_creates_files_checks_that_they_are_outside_of_stores(
         names = set(names_in(tree(path)))
         modes = {
             node.args[0].value
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr == "open"
@@ -282,7 +288,7 @@ def importers() -> dict[str, set[str]]:
     """Return by which modules each module is imported."""
     found: dict[str, set[str]] = {}
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for name in (node.module, *(f"{node.module}.{item.name}" for item in node.names)):
                     found.setdefault(name, set()).add(path)
@@ -392,7 +398,7 @@ def test_modules_are_imported_by_name_in_few_places_only() -> None:
     found = {
         path
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and any("import_module" in name for name in names_in(node.func))
     }
@@ -407,7 +413,7 @@ def test_one_module_asks_what_the_system_can_do() -> None:
     modules = {"ctypes", "fcntl", "mmap", "os", "select", "signal", "socket", "sys", "time"}
     found = set()
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             match node:
                 case ast.Attribute(ast.Name("sys"), "platform") | ast.Attribute(
                     ast.Name("os"), "name"
@@ -431,7 +437,7 @@ def test_a_home_folder_is_not_needed_to_expand_a_path() -> None:
     found = {
         path
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "expanduser"
     }
     # Those that do it themselves: a URL is no path, and variables of AWS are paths that nobody checks.

@@ -21,7 +21,7 @@ FOLDERS = (
 WRITTEN = {".py", ".md", ".toml", ".yaml", ".yml", ".ipynb", ""}
 NOT_OURS = ("tests/data", "tests/vectors")
 
-# A pattern, and what to write instead. A word ends at an underscore too: names are prose.
+# A pattern in lower case, and what to write instead. A word ends at an underscore too: names are prose.
 GLOSSARY = {
     r"anew": "again",
     r"whoever": "a caller that, or the passive voice",
@@ -47,12 +47,14 @@ GLOSSARY = {
     r"le(?:ave|ft) alone": "skip, leave unchanged",
     r"takes? (?:\w+ ){1,4}away": "remove",
     r"be it": "if, whether",
-    r"(?:MB|GB|bytes?|bits|GB/s|ms) an? (?!time\b|\w+ly\b)\w+": "per",
+    r"(?:mb|gb|bytes?|bits|gb/s|ms) an? (?!time\b|\w+ly\b)\w+": "per",
     r"an? (?:buffer|map|module|blob|file|fsync|header|thread) an? (?:thread|blob|tensor|second|model|layer|file|chunk|call)": "per",
 }
+# A pattern that begins with a condition is searched at every place, and ten times slower. Most files have no
+# match without it.
 PATTERNS = {
-    re.compile(rf"(?<![A-Za-z]){pattern}(?![A-Za-z])", re.IGNORECASE): instead
-    for pattern, instead in GLOSSARY.items()
+    re.compile(pattern): re.compile(rf"(?<![A-Za-z]){pattern}(?![A-Za-z])", re.IGNORECASE)
+    for pattern in GLOSSARY
 }
 
 
@@ -73,9 +75,11 @@ def written_files() -> list[str]:
 def stumbles(text: str) -> list[str]:
     """Return each place where the text uses a word that the glossary replaces."""
     words = text.replace("_", " ")
+    lower = words.lower()
     return [
-        f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}; write: {instead}"
-        for pattern, instead in PATTERNS.items()
+        f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}; write: {GLOSSARY[anywhere.pattern]}"
+        for anywhere, pattern in PATTERNS.items()
+        if anywhere.search(lower)
         for found in pattern.finditer(words)
     ]
 
@@ -86,5 +90,6 @@ def test_prose_keeps_to_the_glossary(name: str) -> None:
 
 
 def test_the_glossary_is_that_of_the_documents() -> None:
-    assert stumbles("a blob is coded by another, and test_what_is_told_anew") != []
+    for text in ("a blob is coded by another", "test_what_is_told", "Anew", "at 5 MB a model"):
+        assert stumbles(text) != []
     assert stumbles("A delta is encoded against a base. Returns whether it exists.") == []
