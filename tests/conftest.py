@@ -70,17 +70,20 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the markers that follow from what tests use."""
+    """Add the markers that follow from what tests use, if tests are selected by markers.
+
+    To find them takes two seconds, in each worker.
+    """
     tests = [item for item in items if isinstance(item, pytest.Function)]
-    for item in tests:
-        mark(item)
+    if config.option.markexpr:
+        for item in tests:
+            mark(item)
     config.stash[COLLECTED] = tests
 
 

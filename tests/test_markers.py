@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import stub_registry
-from tests.support.markers import COLLECTED, TESTS, is_fast, reached
+from tests.support.markers import COLLECTED, TESTS, is_fast, mark, reached
 from tests.support.stub_registry import StubRegistry
 
 
@@ -77,12 +77,14 @@ def test_finds_nothing_else() -> None:
 
 
 def test_a_fixture_counts(registry: object, request: pytest.FixtureRequest) -> None:
+    mark(request.node)
     assert request.node.get_closest_marker("network")
     assert not request.node.get_closest_marker("slow")
 
 
 @pytest.mark.parametrize("framework", ["torch", "mlx"])
 def test_a_parameter_counts(framework: str, request: pytest.FixtureRequest) -> None:
+    mark(request.node)
     assert request.node.get_closest_marker(f"needs_{framework}")
 
 
@@ -90,6 +92,7 @@ def test_the_fast_subset_has_tests_of_every_package(request: pytest.FixtureReque
     """Of every folder of which all files were collected."""
     found = defaultdict[Path, list[pytest.Function]](list)
     for item in request.config.stash[COLLECTED]:
+        mark(item)
         found[item.path.parent].append(item)
     slow = [
         folder.relative_to(TESTS)

@@ -64,27 +64,23 @@ def advised() -> Iterator[Advice]:
             code = path.read_text(encoding="utf-8")
             if "blobstore " not in code and "cli_command" not in code:
                 continue
-            tree = ast.parse(code)
-            docstrings = {
-                node.value
-                for parent in ast.walk(tree)
-                for node in ast.iter_child_nodes(parent)
-                if isinstance(node, ast.Expr)
-            }
-            inside = {
-                part
-                for node in ast.walk(tree)
-                if isinstance(node, ast.JoinedStr)
-                for part in node.values
-            }
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "cli_command":
-                    yield Advice(file, node.lineno, [*map(_shown, node.args)], is_quoted=True)
-                elif isinstance(node, ast.Constant | ast.JoinedStr) and node not in (
-                    docstrings | inside
-                ):
-                    for words in re.findall(r"'blobstore ([^']*)'", _shown(node)):
-                        yield Advice(file, node.lineno, words.split())
+            yield from _advised_in(file, list(ast.walk(ast.parse(code))))
+
+
+def _advised_in(file: str, nodes: list[ast.AST]) -> Iterator[Advice]:
+    skipped: set[ast.AST] = set()  # docstrings, and the parts of other texts
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            skipped.update(node.values)
+        elif isinstance(node, ast.Expr):
+            skipped.add(node.value)
+    for node in nodes:
+        match node:
+            case ast.Call(ast.Name("cli_command"), arguments):
+                yield Advice(file, node.lineno, [*map(_shown, arguments)], is_quoted=True)
+            case ast.Constant() | ast.JoinedStr() if node not in skipped:
+                for words in re.findall(r"'blobstore ([^']*)'", _shown(node)):
+                    yield Advice(file, node.lineno, words.split())
 
 
 def _shown(node: ast.expr) -> str:
