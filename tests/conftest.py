@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
 from blobstore.store.local import LocalStore
+from tests.faults.processes import place_in_memory, workspace
 from tests.support.frameworks import skip_without_framework
 from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
@@ -44,6 +45,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Each worker and each process that tests start uses one thread for arithmetic: the models are small, and
 # threads that wait for others use processors too. The libraries read this when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests make 25,000 folders and write 19 GB, for which they would wait for a disk. They hold few GB at a time, as
+# what a test that passed has written is removed.
+if (place := place_in_memory(8 << 30)) is not None:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", place)
 
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that. The tests
 # that interrupt some need it as users have it.
@@ -146,6 +152,13 @@ def object_address(
 @pytest.fixture
 def objects(object_address: StoreAddress) -> ObjectStore:
     return ObjectStore(object_address)
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """Return a new folder on a disk, for tests that need a page cache; ``tmp_path`` may be in memory."""
+    with workspace(in_memory=False) as folder:
+        yield folder
 
 
 @pytest.fixture

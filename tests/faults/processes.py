@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from blobstore.core.system import available_memory
 from blobstore.errors import Damaged
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ LIMIT = 120.0
 _PAUSE = 0.002
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "COLUMNS": "200"}
 _DAMAGED = Damaged.exit_code
-_MIN_FREE = 256 * 2**20
+_MIN_FREE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,15 +250,16 @@ def wait_for(happens: Callable[[], bool]) -> None:
         time.sleep(_PAUSE)
 
 
-def place_in_memory() -> str | None:
-    """Return a folder where syncing takes no time, for faults that do not depend on it, if any."""
+def place_in_memory(min_free: int = _MIN_FREE) -> str | None:
+    """Return a folder in memory, where no disk is waited for, if there is one with that many free bytes."""
     place = "/dev/shm"  # where Linux has one
     try:
         state = os.statvfs(place)
     except OSError:
         return None
-    has_space = state.f_bavail * state.f_frsize > _MIN_FREE and os.access(place, os.W_OK)
-    return place if has_space else None
+    free = min(state.f_bavail * state.f_frsize, available_memory())
+    runs_programs = not state.f_flag & os.ST_NOEXEC  # containers often forbid it
+    return place if free > min_free and runs_programs and os.access(place, os.W_OK) else None
 
 
 @functools.cache

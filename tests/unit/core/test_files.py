@@ -33,6 +33,12 @@ from tests.support.page_cache import dropped
 
 
 @pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """Return a folder on a disk, whose files leave the page cache."""
+    return disk_path
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "file").write_bytes(b"0123456789")
     return tmp_path / "file"

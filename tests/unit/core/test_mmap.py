@@ -25,6 +25,12 @@ PAGE = mmap.PAGESIZE
 LARGE = 2 << 20
 
 
+@pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """Return a folder on a disk, whose files leave the page cache."""
+    return disk_path
+
+
 def put(region: MappedRegion, slot: int, path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -20,6 +20,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
+from tests.faults.processes import workspace
 from tests.support.descriptors import open_files
 from tests.support.frozen import flip, layer, layers, tuned, weights
 from tests.support.models import add_blobs
@@ -36,13 +37,14 @@ BLOBS = {
 
 
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
-    store = LocalStore(tmp_path_factory.mktemp("decoding") / "store")
-    add_blobs(store, "base", {"fine": layer("fine", weights(5, 2 << 20))})
-    add_blobs(store, "m", BLOBS)
-    freeze_models(["m"], store=store, base="base")
-    assert store.open_cold(layers(store, "m")["fine"].digest).base is not None
-    return store
+def frozen() -> Iterator[LocalStore]:
+    with workspace(in_memory=False) as folder:
+        store = LocalStore(folder / "store")
+        add_blobs(store, "base", {"fine": layer("fine", weights(5, 2 << 20))})
+        add_blobs(store, "m", BLOBS)
+        freeze_models(["m"], store=store, base="base")
+        assert store.open_cold(layers(store, "m")["fine"].digest).base is not None
+        yield store
 
 
 def chill(store: LocalStore, names: list[str]) -> None:

@@ -28,6 +28,12 @@ SIZES = [5, 0, 4096, _REQUEST + 3, 70_000]
 
 
 @pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """Return a folder on a disk, whose files leave the page cache."""
+    return disk_path
+
+
+@pytest.fixture
 def contents() -> list[bytes]:
     return [os.urandom(size) for size in SIZES]
 

@@ -19,6 +19,12 @@ DATA = os.urandom(40 * mmap.PAGESIZE + 123)
 
 
 @pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """Return a folder on a disk, whose files leave the page cache."""
+    return disk_path
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "file"
     path.write_bytes(DATA)

@@ -20,6 +20,7 @@ from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, is_linked, link_model
 from blobstore.store.local import LocalStore
+from tests.faults.processes import workspace
 from tests.support.damage import blob_path, flip, link
 from tests.support.folders import contents
 from tests.support.models import (
@@ -471,16 +472,16 @@ def test_an_error_of_hard_links_says_why(
 
 
 def test_rejects_hard_links_to_another_file_system(
-    dense: Path, store: LocalStore, tmp_path: Path
+    dense: Path, store: LocalStore, disk_path: Path
 ) -> None:
-    shared_memory = Path("/dev/shm")
-    if not shared_memory.is_dir() or shared_memory.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system")
-    target = shared_memory / f"blobstore-test-{os.getpid()}"
-    with pytest.raises(StoreError, match="are on different file systems"):
-        link_model(NAME, target, store=store, hard=True)
-    assert not target.exists()
-    assert not list(shared_memory.glob(f".{os.getpid()}-*.tmp"))
+    with workspace() as shared_memory:
+        folders = [disk_path, shared_memory]
+        others = [path for path in folders if path.stat().st_dev != store.root.stat().st_dev]
+        if not others:
+            pytest.skip("there is no second file system")
+        with pytest.raises(StoreError, match="are on different file systems"):
+            link_model(NAME, others[0] / "linked", store=store, hard=True)
+        assert list(others[0].iterdir()) == []
 
 
 ADAPTER = {
