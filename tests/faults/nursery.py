@@ -9,6 +9,7 @@ The other half, :mod:`tests.faults.processes`, talks to this one in lines of JSO
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -18,14 +19,16 @@ import json
 import math
 import os
 import resource
+import runpy
 import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _NOBODY = 65534
 _SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)
@@ -172,9 +175,7 @@ def call(words: list[str]) -> int:
             sys.argv = words
             command_line()
         elif what == "python":
-            program, *sys.argv[1:] = arguments
-            warnings.simplefilter("ignore")
-            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            _be_interpreter(arguments)
         elif what == "commands":
             from tests.support import commands
 
@@ -189,6 +190,26 @@ def call(words: list[str]) -> int:
         sys.excepthook(*sys.exc_info())
         return 1
     return 0
+
+
+def _be_interpreter(words: list[str]) -> None:
+    """Do as ``python`` with these arguments: ``-c`` and a program, ``-m`` and a module, or a file."""
+    warnings.simplefilter(cast("Any", os.environ.get("PYTHONWARNINGS", "ignore")))
+    try:
+        first, *rest = words
+        if first == "-c":
+            program, *sys.argv[1:] = rest
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        elif first == "-m":
+            module, *sys.argv[1:] = rest
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(first, run_name="__main__")
+    finally:
+        # A child ends without what an interpreter does at its end, which would be that of its parent too.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":

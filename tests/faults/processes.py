@@ -88,9 +88,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
+    def is_running(self) -> bool:
+        """Return whether it has not ended by itself."""
+        return not self.nursery.ask({"do": "look", "pid": self.pid})["has_ended"]
+
     def wait_among_others(self) -> Ended:
         """Do as :meth:`wait`, but let the nursery do what other threads ask in the meantime."""
-        wait_for(lambda: self.nursery.ask({"do": "look", "pid": self.pid})["has_ended"])
+        wait_for(lambda: not self.is_running())
         return self.wait(0)
 
     def wait(self, seconds: float = LIMIT) -> Ended:
@@ -118,6 +122,8 @@ class Nursery:
 
     modules: Sequence[str] = ()
     """What it imports at first; if nothing, what commands use."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that these modules read."""
     _process: subprocess.Popen[str] = field(init=False)
     _folder: tempfile.TemporaryDirectory[str] = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -130,7 +136,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.nursery", *self.modules],
             cwd=ROOT,
-            env=os.environ | _ENVIRONMENT,
+            env={**os.environ, **_ENVIRONMENT, **self.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -160,7 +166,7 @@ class Nursery:
         hooks: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start a command: ``blobstore`` or ``python`` with its arguments, or a function of the workloads.
+        """Start a command: ``blobstore`` or ``python`` with their arguments, or a function of the workloads.
 
         With ``stopped`` it stops itself when it could begin; signal it to go on.
         """

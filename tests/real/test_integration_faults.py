@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
+from tests.support.clients import run_python
 from tests.support.models import blob
 from tests.support.options import grouped
 
@@ -267,15 +267,10 @@ def test_absurd_numbers_in_a_config_take_no_memory(
                 path.write_text(json.dumps(config | keys))
                 blobstore.create(source, name, store=store, quantize=QuantizeOptions(quantize))
 
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, library, str(store.root), *names],
-        capture_output=True,
-        cwd=ROOT,
-        check=False,
-        timeout=200,
-    )
+    program = [sys.executable, "-c", PROGRAM, library, str(store.root), *names]
+    done = run_python(program, os.environ)
 
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.code == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == names
     for name, (message, taken) in found.items():

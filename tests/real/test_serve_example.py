@@ -28,7 +28,9 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.real.tiny import write_tokenizer
+from tests.support.clients import transformers_nursery
 from tests.support.damage import flip
+from tests.support.serve_process import Process
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "docs" / "examples" / "serve.py"
@@ -51,7 +53,7 @@ class Models(NamedTuple):
 
 
 class Server(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: Process
     port: int
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
@@ -153,20 +155,19 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
     """Run a server whose log and temporary files are in ``folder``."""
     (folder / "temporary").mkdir(parents=True)
     log = folder / "log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments, "--port", "0"],
-            stderr=stream,
-            env=environment(folder),
-        )
-    with process:
-        try:
-            while not (found := re.search(r"running on http://\S+:(\d+)", log.read_text())):
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.05)
-            yield Server(process, int(found[1]))
-        finally:
-            process.kill()
+    log.touch()
+    nursery = transformers_nursery()
+    command = ("python", PROGRAM, *arguments, "--port", "0")
+    pid = nursery.fork(command, log, log, environment=environment(folder))
+    process = Process(pid, nursery)
+    try:
+        while not (found := re.search(r"running on http://\S+:(\d+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield Server(process, int(found[1]))
+    finally:
+        process.kill()
+        process.wait()
     assert "Traceback" not in log.read_text()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 import transformers
 
 from tests.real.tiny import write_tokenizer
+from tests.support.clients import run_python, transformers_nursery
 from tests.support.pages import ROOT, commands, in_python, program
 from tests.support.ports import free_port
 
@@ -54,8 +56,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(command, capture_output=True, check=False, env=environment, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(command, environment)
+    assert done.code == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -87,17 +89,23 @@ def test_the_page_on_mlx_lm_is_right(environment: dict[str, str]) -> None:
     assert all("127.0.0.1:8080/" in question for question in questions)
     assert "--port 8080" in serve
     command = in_python(serve.replace("8080", port))
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
-        try:
-            while not is_up(f"http://127.0.0.1:{port}/health"):
-                assert server.poll() is None
-                time.sleep(0.05)
-            answers = [
-                run(["curl", "-sf", *shlex.split(question.replace("8080", port))[1:]], environment)
-                for question in questions
-            ]
-        finally:
-            server.terminate()
+    server = transformers_nursery().start("python", *command[1:], environment=environment)
+    try:
+        while not is_up(f"http://127.0.0.1:{port}/health"):
+            assert server.is_running()
+            time.sleep(0.05)
+        answers = [
+            subprocess.run(
+                ["curl", "-sf", *shlex.split(question.replace("8080", port))[1:]],
+                capture_output=True,
+                check=True,
+                text=True,
+            ).stdout
+            for question in questions
+        ]
+    finally:
+        server.send(signal.SIGTERM)
+        server.wait()
     assert '"id": "llama-3.2:1b"' in answers[0]
     assert f'"text": "{generated.strip()}"' in answers[1]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from tests.support.clients import run_python
 from tests.support.pages import ROOT, commands, in_python, program
 
 PAGE = ROOT / "docs" / "guides" / "serving" / "sglang.md"
@@ -39,7 +40,8 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def test_the_page_on_sglang_is_right(tmp_path: Path) -> None:
+def test_the_page_on_sglang_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "llama-3.2-1b")
     environment = {
         **os.environ,
@@ -50,10 +52,8 @@ def test_the_page_on_sglang_is_right(tmp_path: Path) -> None:
     }
 
     def run(command: list[str]) -> str:
-        done = subprocess.run(
-            command, capture_output=True, check=False, cwd=tmp_path, env=environment, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = run_python(command, environment)
+        assert done.code == 0, done.stdout + done.stderr
         return done.stdout
 
     ours = [line for line in commands(PAGE) if not line.startswith("sglang serve ")]

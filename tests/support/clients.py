@@ -8,7 +8,8 @@ imported once, and children are forked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 from tests.faults.processes import Ended, Nursery, stays
 
@@ -22,6 +23,16 @@ HUB = (
 FRAMEWORKS = (*HUB, "torch", "numpy", "regex", "jinja2", "tokenizers", "safetensors.torch")
 """What libraries import that use both it and PyTorch."""
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""What ``huggingface_hub`` reads when it is imported."""
+TRANSFORMERS = (
+    *FRAMEWORKS,
+    *("starlette.applications", "transformers", "transformers.modeling_utils", "uvicorn"),
+    *(f"transformers.models.auto.{kind}_auto" for kind in ("modeling", "tokenization")),
+    "transformers.models.llama.modeling_llama",
+)
+"""What takes seconds to import of programs that use transformers, which never ask the Hub then."""
+
 
 def run_client(
     program: str,
@@ -30,8 +41,20 @@ def run_client(
     modules: tuple[str, ...] = HUB,
 ) -> Ended:
     """Run a program as ``python -W ignore -c`` does, in a process that has imported some modules."""
-    child = _nursery(modules).start("python", program, *arguments, environment=environment)
+    child = _nursery(modules).start("python", "-c", program, *arguments, environment=environment)
     return child.wait_among_others()
+
+
+def run_python(command: Sequence[str], environment: Mapping[str, str]) -> Ended:
+    """Run a command of this interpreter in a process that has imported transformers."""
+    assert command[0] == sys.executable
+    return transformers_nursery().run("python", *command[1:], environment=environment)
+
+
+@functools.cache
+def transformers_nursery() -> Nursery:
+    """Return what forks processes that have imported transformers."""
+    return stays(Nursery(TRANSFORMERS, OFFLINE))
 
 
 @functools.cache

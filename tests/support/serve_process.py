@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from blobstore.store.local import LocalStore
-from tests.faults.processes import nursery
+from tests.faults.processes import Nursery, nursery
 from tests.support.processes import start
 
 SECONDS = 120
@@ -32,12 +32,13 @@ class Process:
     """A process that another one has forked, as :class:`subprocess.Popen` has it."""
 
     pid: int
+    parent: Nursery = field(default_factory=nursery)
     returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return how it has ended, negative for a signal; None if it has not."""
         if self.returncode is None:
-            self.returncode = nursery().ask({"do": "wait", "pid": self.pid, "seconds": 0})["code"]
+            self.returncode = self.parent.ask({"do": "wait", "pid": self.pid, "seconds": 0})["code"]
         return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:
