@@ -443,10 +443,13 @@ def check_remote(text: str, store: LocalStore, *, is_all: bool) -> None:
         except InvalidReference:
             return  # using it reports what an address is
         what = "does not say where the model is"
+        spelled = str(name)
+        if not spelled.startswith(f"{name.host}/"):
+            spelled = f"{name.host}/{spelled}"
         hub = f"{name.namespace if path else 'ORG'}/{name.model}"
         used = [place for place in used_remotes(store) if f"/{text}:" in f"{place}:"]
         advice = question(used[:2]) or (
-            f"give an address such as oci://{name.full.lower()}, or import it with "
+            f"give an address such as oci://{spelled.lower()}, or import it with "
             f"{cli_command('create', f'hf://{hub}', 'NAME')}"
         )
     raise InvalidReference(f"{quote_url(text)} {what}", advice=advice)

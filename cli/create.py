@@ -89,6 +89,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     is_flag=True,
     help="Import every model of SOURCE: a cache, a folder, a repository of GGUF files, or ollama://.",
 )
+@options.shared("as")
 @click.option(
     "--sha256",
     metavar="HEX",
@@ -113,6 +114,7 @@ def command(
     store: LocalStore,
     is_list: bool,
     is_all: bool,
+    prefix: str | None,
     dry_run: bool,
     out: Output,
     quantize: str | None,
@@ -164,8 +166,10 @@ def command(
     if is_all:
         if name is not None:
             raise click.UsageError("--all takes no NAME: models are named after their sources")
-        _create_all(source, store, choices, out, dry_run=dry_run)
+        _create_all(source, store, choices, prefix, out, dry_run=dry_run)
         return
+    if prefix is not None:
+        raise click.UsageError("--as is for --all; give one model a NAME")
     from blobstore.operations.create.create import create
     from blobstore.operations.create.source_names import source_name
 
@@ -205,7 +209,13 @@ def _advising(source: str, store: LocalStore) -> Iterator[None]:
 
 
 def _create_all(
-    folder: str, store: LocalStore, choices: CreateOptions, out: Output, *, dry_run: bool
+    folder: str,
+    store: LocalStore,
+    choices: CreateOptions,
+    prefix: str | None,
+    out: Output,
+    *,
+    dry_run: bool,
 ) -> None:
     from blobstore.operations.create.create_all import create_all, loose_files
 
@@ -216,7 +226,9 @@ def _create_all(
             f"left out, next to the folders of models: {listed}; create each with a name"
         )
     with progress_bar() as progress:
-        models = create_all(folder, store=store, dry_run=dry_run, progress=progress, **choices)
+        models = create_all(
+            folder, store=store, prefix=prefix, dry_run=dry_run, progress=progress, **choices
+        )
     made = [model.created for model in models if model.created is not None]
     failed = [model for model in models if model.error is not None]
     for model in models:

@@ -193,6 +193,12 @@ _SHARED = {
         default=None,
         help="Use HTTP without TLS, or never; for registries on this machine, without TLS is the default.",
     ),
+    "as": click.option(
+        "--as",
+        "prefix",
+        metavar="PREFIX",
+        help="Give the models this namespace, or [host/]namespace, instead of their own.",
+    ),
     "weights": click.option(
         "--weights",
         metavar="PATTERN",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Fetch every model of the stores or repositories REMOTE.",
 )
+@options.shared("as")
 @click.option(
     "--dry-run", "--plan", is_flag=True, help="Fetch no blobs; report what would be fetched."
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 def command(
     words: tuple[str, ...],
     is_all: bool,
+    prefix: str | None,
     store: LocalStore,
     dry_run: bool,
     force: bool,
@@ -62,12 +64,13 @@ def command(
 
     Several models are fetched with several REMOTEs that begin with a scheme such as oci://, with a
     glob such as 's3://bucket/prefix/team/*', 'host/repository:v*' or 'host/team/*', or with --all. They
-    get the names that they have there; a repository of more than two parts gives its last two.
+    get the names that they have there, where '__' stands for each further slash of a repository.
     Failures are listed last.
     """
     from blobstore.operations.transfer.pull import pull_model
 
     choices: dict[str, Any] = {
+        "prefix": prefix,
         "jobs": jobs,
         "force": force,
         "cold": not no_cold,
@@ -79,6 +82,8 @@ def command(
     for word in words if is_all else words[:1]:
         arguments.check_remote(word, store, is_all=is_all)
     remote, name = _one_model(words)
+    if name is not None and prefix is not None:
+        raise click.UsageError("--as and NAME contradict each other")
     if is_all or remote is None:
         _pull_many(words, is_all=is_all, store=store, choices=choices, out=out)
         return

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="One more signature of a model, which is stored with it; may be repeated.",
 )
+@options.shared("as")
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
 @options.shared("store", "jobs", "wait", "json")
 def command(
@@ -44,6 +45,7 @@ def command(
     is_list: bool,
     verify_only: bool,
     signatures: tuple[str, ...],
+    prefix: str | None,
     force: bool,
     jobs: int | None,
     out: Output,
@@ -56,6 +58,7 @@ def command(
     given = {
         "--list": is_list,
         "--verify-only": verify_only,
+        "--as": prefix,
         "--force": force,
         "--signature": signatures,
     }
@@ -83,6 +86,7 @@ def command(
                 chosen,
                 store=store,
                 signatures=signatures,
+                prefix=prefix,
                 force=force,
                 jobs=jobs,
                 progress=progress,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
-from blobstore.errors import InvalidReference, UsageError
+from blobstore.errors import InvalidReference, NameConflict, UsageError
 
 DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"
@@ -24,6 +24,10 @@ _PARTS = {
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
 _PATHS = ("/", "./", "../", "~")
+_HOST_ALONE = re.compile(
+    r"localhost|[A-Za-z0-9][\w-]*(?:(?:\.[\w-]+)+(?::\d{1,5})?|:\d{1,5})", re.ASCII
+)
+"""Matches what can only be a host, as with docker: it has a dot or a port, or is ``localhost``."""
 _RULES = {
     "host": "1 to 255 letters, digits, '_', '-', '.' and ':'",
     "namespace": "1 to 80 letters, digits, '_' and '-'",
@@ -54,6 +58,8 @@ class Reference:
     def parse(cls, text: str) -> Reference:
         """Return the reference that ``text`` spells, its missing parts filled with the defaults.
 
+        A model has no namespace of its own in ``host/model``, where the host has a dot or a port.
+
         Raises:
             InvalidReference: a part is empty, too long, or has a character outside the grammar,
                 or there are more than three parts.
@@ -74,6 +80,8 @@ class Reference:
             raise InvalidReference(
                 f"not a model name: {quote_place(text)}; expected [host/][namespace/]model[:tag]"
             )
+        if len(parts) == 1 and _HOST_ALONE.fullmatch(parts[0]):
+            parts.append(DEFAULT_NAMESPACE)
         host, namespace = [DEFAULT_HOST, DEFAULT_NAMESPACE][: 2 - len(parts)] + parts
         return cls(host, namespace, model, tag or DEFAULT_TAG)
 
@@ -123,13 +131,40 @@ class Reference:
 
     def __str__(self) -> str:
         """Return the shortest name that parses to this reference; the tag is always shown."""
-        name = f"{self.model}:{self.tag}"
-        if self.host != DEFAULT_HOST:
-            return f"{self.host}/{self.namespace}/{name}"
-        return name if self.namespace == DEFAULT_NAMESPACE else f"{self.namespace}/{name}"
+        parts = [f"{self.model}:{self.tag}"]
+        is_own = self.namespace != DEFAULT_NAMESPACE
+        if is_own or not (self.host == DEFAULT_HOST or _HOST_ALONE.fullmatch(self.host)):
+            parts.insert(0, self.namespace)
+        if self.host != DEFAULT_HOST or _HOST_ALONE.fullmatch(self.namespace):
+            parts.insert(0, self.host)
+        return "/".join(parts)
+
+    def under(self, prefix: str) -> Reference:
+        """Return the name with the host and namespace of ``prefix``, which is ``[host/]namespace``.
+
+        Raises:
+            InvalidReference: ``prefix`` is neither a namespace nor a host.
+        """
+        return replace(Reference.parse(f"{prefix.rstrip('/')}/x"), model=self.model, tag=self.tag)
 
     def __repr__(self) -> str:
         return f"Reference({str(self)!r})"
+
+
+def all_under(prefix: str | None, references: Iterable[Reference]) -> list[Reference]:
+    """Return names with the host and namespace of a prefix, if there is one; see :meth:`Reference.under`.
+
+    Raises:
+        InvalidReference: the prefix is neither a namespace nor a host.
+        NameConflict: two names would become one.
+    """
+    before = list(references)
+    after = before if prefix is None else [one.under(prefix) for one in before]
+    first: dict[Reference, Reference] = {}
+    for old, new in zip(before, after, strict=True):
+        if (other := first.setdefault(new, old)) != old:
+            raise NameConflict(f"{quote(other)} and {quote(old)} would both become {quote(new)}")
+    return after
 
 
 Names = str | Reference | Iterable[str | Reference]

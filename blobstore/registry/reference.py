@@ -4,13 +4,14 @@ With ``http://`` or ``https://`` instead, the address says whether TLS is used, 
 reads, such as ``blobstore serve``.
 
 Registries allow only lower case in the names of repositories, and any number of parts. Names of models in
-a store have a host, one namespace and a model. So every name has an address, and only some addresses are
-those of a name.
+a store have a host, one namespace and a model. So every name has an address: ``__`` in a namespace stands for
+a slash. Only some addresses are those of a name.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -22,6 +23,8 @@ from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAU
 
 SCHEME: Final = "oci://"
 MAX_REPOSITORY: Final = 255
+_SLASH: Final = "__"
+"""What stands for a slash between the outer parts of a repository in the namespace of a name."""
 # The grammar of the distribution specification. The alternatives in the repetition exclude each other, so
 # that matching takes linear time.
 _PART = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
@@ -97,23 +100,21 @@ class RemoteReference:
             InvalidReference: a registry allows no such name, even in lower case.
         """
         is_bare = name.namespace == DEFAULT_NAMESPACE and name.host not in _LIBRARY_HOSTS
-        path = name.model if is_bare else f"{name.namespace}/{name.model}"
+        namespace = name.namespace.replace(_SLASH, "/")
+        path = name.model if is_bare else f"{namespace}/{name.model}"
         return cls(name.host, path.lower(), name.tag)
 
     def name(self) -> Reference:
-        """Return the name whose address this is.
-
-        A repository of more parts than a name has gives the model its host and its last two parts.
+        """Return the name whose address this is, and no other one.
 
         Raises:
             InvalidReference: no name is like that, or the address is that of a digest.
         """
-        outer, slash, model = self.repository.rpartition("/")
-        namespace = outer.rpartition("/")[2] if slash else DEFAULT_NAMESPACE
+        outer, _, model = self.repository.rpartition("/")
+        namespace = outer.replace("/", _SLASH) or DEFAULT_NAMESPACE
         try:
             name = Reference(self.host, namespace, model, self.tag)
-            own = replace(self, repository=f"{namespace}/{model}") if "/" in outer else self
-            is_own = self.digest is None and RemoteReference.of(name) == own
+            is_own = self.digest is None and RemoteReference.of(name) == self
         except InvalidReference:
             is_own = False
         if not is_own:
@@ -123,11 +124,13 @@ class RemoteReference:
         return name
 
     def nearest_name(self) -> Reference:
-        """Return a name for what has the address: of a repository of many parts its last two, and any tag.
+        """Return a name for what has the address, as :meth:`name`; for other addresses one that is near.
 
         Raises:
             InvalidReference: no name has such a host or such parts.
         """
+        with suppress(InvalidReference):
+            return replace(self, digest=None).name()
         parts = self.repository.split("/")
         namespace = parts[-2] if len(parts) > 1 else DEFAULT_NAMESPACE
         return Reference(self.host, namespace, parts[-1], self.tag)
@@ -154,7 +157,10 @@ class RemoteReference:
     def __str__(self) -> str:
         """Return the address without ``oci://``."""
         start = f"{self.scheme}://" if self.scheme else ""
-        return f"{start}{self.host}/{self.repository}" + (
+        repository = self.repository
+        if self.host in _LIBRARY_HOSTS and repository.count("/") == 1:
+            repository = repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
+        return f"{start}{self.host}/{repository}" + (
             f"@{self.digest}" if self.digest else f":{self.tag}"
         )
 

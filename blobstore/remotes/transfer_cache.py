@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError
+from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import UploadSession
+from blobstore.remotes.addresses import is_in_objects
 from blobstore.store.notes import NoteKind, read_own, write_own
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.objects.source import ObjectSource
-    from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
     from blobstore.store.local import LocalStore
 
@@ -151,6 +152,8 @@ class PullRecord(NamedTuple):
             case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
                 with contextlib.suppress(BlobstoreError):
                     if manifest == str(Digest.of(store.read_manifest(reference))):
+                        if not is_in_objects(remote):  # as addresses are written now
+                            remote = str(RemoteReference.parse(remote))
                         return cls(remote, digest, manifest)
         return None
 

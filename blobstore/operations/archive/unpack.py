@@ -30,7 +30,7 @@ from blobstore.errors import (
     BlobstoreError,
     InvalidSignature,
 )
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, all_under
 from blobstore.operations.archive.format import Kind, check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
@@ -97,6 +97,7 @@ def unpack_archive(
     *,
     store: StoreLike = None,
     signatures: Iterable[str | os.PathLike[str]] = (),
+    prefix: str | None = None,
     force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -108,6 +109,7 @@ def unpack_archive(
         references: the models, by default all. Only their members are read.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         signatures: files with more signatures of the models, which are stored with them.
+        prefix: ``[host/]namespace`` that the models get instead of their own.
         force: replace other models that have the names.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
@@ -134,6 +136,10 @@ def unpack_archive(
     store = LocalStore.of(store)
     with open_archive(path) as archive:
         models = archive.models(names)
+        given_names = all_under(prefix, (model.reference for model in models))
+        models = [
+            model._replace(reference=name) for model, name in zip(models, given_names, strict=True)
+        ]
         stored = sum(archive.members[number].stored_size for number in archive.needed(models))
         check_case(model.reference for model in models)
         updates = [

@@ -91,6 +91,7 @@ def create_all(
     folder: str | os.PathLike[str],
     *,
     store: StoreLike = None,
+    prefix: str | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **options: Unpack[CreateOptions],
@@ -107,6 +108,7 @@ def create_all(
             quantizations of one model in GGUF files become ``name:Q4_K_M`` and the like, also those of a
             repository of the Hub. Or ``ollama://``, for all that Ollama has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        prefix: ``[host/]namespace`` that the models get instead of their own.
         dry_run: only list the models.
         progress: called with the model and the current step, bytes done and total bytes.
         options: as for :func:`create`, for all models.
@@ -129,6 +131,8 @@ def create_all(
         options["source_options"] = replace(chosen, weights=weights or chosen.weights)
         try:
             reference = Reference.parse(found)
+            if prefix is not None:
+                reference = reference.under(prefix)
             name = str(reference)
             # Names that differ in case only cannot be in one store.
             if (other := first.setdefault(name.lower(), source)) is not source:

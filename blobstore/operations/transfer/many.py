@@ -19,8 +19,8 @@ from blobstore.errors import (
     NotFound,
     UsageError,
 )
-from blobstore.manifests.reference import DEFAULT_HOST, Reference
-from blobstore.objects.address import StoreAddress, has_tag
+from blobstore.manifests.reference import DEFAULT_HOST, Reference, all_under
+from blobstore.objects.address import StoreAddress, has_tag, model_addresses
 from blobstore.operations.transfer.pull import WITHOUT_BASES, Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.operations.transfer.registry_target import DEFAULT_OPTIONS, RegistryOptions
@@ -105,24 +105,28 @@ def pull_models(
     addresses: Sequence[RemoteEntry],
     *,
     store: StoreLike = None,
+    prefix: str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> list[Transferred[Pulled]]:
     """Fetch several models, which get the names that they have there, and return the outcome for each.
 
-    Models that have bases of others' compressed forms come first. A repository of more parts than a name
-    has gives the model its host and its last two parts.
+    Models that have bases of others' compressed forms come first.
 
     Args:
         addresses: what :func:`find_remote_models` returned.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        prefix: ``[host/]namespace`` that the models get instead of those of their addresses.
         progress: called with the number of the model and its address, and the bytes of all models.
         options: as for :func:`pull_model`.
 
     Raises:
+        NameConflict: two models would get one name; nothing is fetched.
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
+    if prefix is not None:
+        all_under(prefix, (_nearest_name(one.address) for one in addresses if one.error is None))
     order: Sequence[int] = range(len(addresses))
     bases: Sequence[set[BlobId]] = [set()] * len(addresses)
     if options.get("cold", True):
@@ -136,7 +140,14 @@ def pull_models(
         blobs[number] = set()  # they have not come if this fails
         if entry.error is not None:
             raise entry.error
-        pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
+        pulled = pull_model(
+            entry.address,
+            store=local,
+            prefix=prefix,
+            progress=step,
+            expected=expected,
+            **options,
+        )
         blobs[number] = own
         # After the pull, or a dry run would take the model's own blobs for present.
         expected.update(own)
@@ -147,6 +158,12 @@ def pull_models(
 
     sizes = [entry.size or 0 for entry in entries]
     return list(each_of([entry.address for entry in entries], sizes, progress, pull))
+
+
+def _nearest_name(address: str) -> Reference:
+    if is_in_objects(address):
+        return next(model_addresses(address)).reference
+    return RemoteReference.parse(address).nearest_name()
 
 
 def pull_order(

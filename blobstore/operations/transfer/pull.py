@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, UsageError
+from blobstore.errors import BlobDamaged, NameTaken, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
 from blobstore.registry.reference import RemoteReference
@@ -95,6 +96,7 @@ def pull_model(
     name: Name | None = None,
     *,
     store: StoreLike = None,
+    prefix: str | None = None,
     streams: int = STREAMS,
     limit_rate: float | None = None,
     jobs: int | None = None,
@@ -112,6 +114,7 @@ def pull_model(
             ``https://`` that of ``blobstore serve``. Or one in object storage.
         name: the name that the model gets, or its update, which says what it must have had; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        prefix: ``[host/]namespace`` that the name gets instead of those of the address.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
         limit_rate: maximum number of bytes per second.
         jobs: number of threads that hash blobs of the store; by default one per processor.
@@ -153,18 +156,13 @@ def pull_model(
     # An address that gives no valid name fails before the registry is asked.
     if name is None and not is_in_objects(remote):
         address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
-        name = address.name()
+        name = named_by(address, prefix)
     with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
-        name = name or source.address.name()
+        name = name or named_by(source.address, prefix)
         reference = name.reference if isinstance(name, NameUpdate) else name
-        # Files of other tools get a manifest when they are imported.
-        new = None if source.files else Digest.of(source.model.manifest)
         is_new = not store.has_model(reference)
         # Before anything is fetched: the name is given only if it still has this manifest then.
-        seen = store.names.seen(name)
-        if not force and _is_from(store, reference, source):
-            name = seen
-        update = store.names.claim(name, new, force=force)
+        update = _claim(store, name, reference, source, force=force)
         pull = _Pull(store, reference, update, source)
         signatures, verdict, with_model = pull.check_trust()
         # Compressed forms are those of a store's blobs, and files of other tools are imported
@@ -202,6 +200,13 @@ def pull_model(
             *done.notices,
         ),
     )
+
+
+def named_by(address: RemoteReference | ModelAddress, prefix: str | None) -> Reference:
+    """Return the name of a model that is given none. Raises InvalidReference."""
+    if prefix is None:
+        return address.name()
+    return address.nearest_name().under(prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,10 +356,31 @@ class _Pull:
         return transfer.result(created.notices, replaced=created.replaced)
 
 
-def _is_from(store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource) -> bool:
-    """Return whether an earlier pull from there gave the name what it has."""
-    record = PullRecord.read(store, reference)
-    return record is not None and record.remote == str(source.address)
+def _claim(
+    store: LocalStore,
+    name: Name,
+    reference: Reference,
+    source: RemoteSource | ObjectSource,
+    *,
+    force: bool,
+) -> NameUpdate:
+    """Return the update of a name, which may replace what an earlier pull from there gave it.
+
+    Raises:
+        NameTaken: it has another model, from elsewhere.
+    """
+    # Files of other tools get a manifest when they are imported.
+    new = None if source.files else Digest.of(source.model.manifest)
+    seen, record = store.names.seen(name), PullRecord.read(store, reference)
+    if not force and record is not None and record.remote == str(source.address):
+        name = seen
+    try:
+        return store.names.claim(name, new, force=force)
+    except NameTaken as error:
+        if record is None:
+            raise
+        where = f"{error.message}, which came from {quote(record.remote)}"
+        raise NameTaken(where, advice=error.advice) from None
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def registry_address(reference: Reference, remote: str | RemoteReference | None)
     """Return where to push a model. Raises UsageError."""
     if remote is None:
         if reference.host == DEFAULT_HOST:
-            path = f"{reference.namespace}/{reference.model}".lower()
+            path = str(reference).rpartition(":")[0].lower()
             raise UsageError(
                 f"{quote(reference)} has no host to push to",
                 advice=f"give a REMOTE such as registry.example.com/{path} or s3://bucket/prefix",

@@ -104,7 +104,7 @@ def test_wrong_addresses_have_exit_code_2(store: LocalStore, arguments: tuple[st
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("qwen", "address such as oci://registry.ollama.ai/library/qwen:latest, or import it with"),
+        ("qwen", "address such as oci://registry.ollama.ai/qwen:latest, or import it with"),
         (
             "hub/team/Qwen",
             "oci://hub/team/qwen:latest, or import it with 'blobstore create hf://team/Qwen",
@@ -132,6 +132,18 @@ def test_all_models_of_a_registry_are_pulled_without_a_scheme_too(
     assert "pulled 1 model" in run("pull", "--all", f"{registry.host}{end}").stdout
     assert remote.startswith(registry.host)
     assert len(list(store.references())) == 1
+
+
+def test_as_gives_models_another_namespace(
+    store: LocalStore, registry: StubRegistry, remote: str
+) -> None:
+    run("pull", remote, "--as", "lab")
+    run("pull", "--all", registry.host, "--as", "h.x/lab")
+    model = remote.rpartition("/")[2].partition(":")[0]
+    names = [name.partition(":")[0] for name in run("list", "-q").stdout.split()]
+    assert names == [f"h.x/lab/{model}", f"lab/{model}"]
+    error = run("pull", remote, "name", "--as", "lab", exit_code=2).stderr
+    assert "--as and NAME contradict each other" in error
 
 
 def test_a_place_that_was_used_before_is_suggested(store: LocalStore, remote: str) -> None:

@@ -89,7 +89,7 @@ def test_all_models_go_to_one_place(stored: LocalStore, tmp_path: Path) -> None:
 
 def test_a_name_without_a_host_is_a_usage_error(stored: LocalStore) -> None:
     result = run("push", "dense", exit_code=2)
-    assert "give a REMOTE such as registry.example.com/library/dense" in result.stderr
+    assert "give a REMOTE such as registry.example.com/dense" in result.stderr
 
 
 def test_a_damaged_blob_is_exit_status_4(stored: LocalStore, server: Server) -> None:

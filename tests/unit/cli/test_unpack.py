@@ -47,6 +47,22 @@ def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
     }
 
 
+def test_as_gives_the_models_another_namespace(store: LocalStore, path: Path) -> None:
+    assert run("unpack", path, "--as", "lab").stdout.splitlines()[1:] == [
+        "  lab/base:latest",
+        "  lab/tuned:latest",
+    ]
+    run("unpack", path, "tuned", "--as", "h.x:5000")
+    assert run("list", "-q").stdout.split() == [
+        *("h.x:5000/tuned:latest", "lab/base:latest", "lab/tuned:latest")
+    ]
+    run("cp", "lab/base", "x/tuned")
+    run("pack", "x/tuned", "lab/tuned", path, "--force")
+    error = run("unpack", path, "--as", "y", exit_code=1).stderr
+    assert "'lab/tuned:latest' and 'x/tuned:latest' would both become 'y/tuned:latest'" in error
+    assert "contradict each other" in run("unpack", path, "--list", "--as", "y", exit_code=2).stderr
+
+
 def test_verify_only_writes_nothing(store: LocalStore, path: Path) -> None:
     result = run("unpack", path, "--verify-only")
     assert result.stderr == ""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from blobstore.errors import InvalidReference, UsageError
-from blobstore.manifests.reference import Reference, similar_names
+from blobstore.errors import InvalidReference, NameConflict, UsageError
+from blobstore.manifests.reference import Reference, all_under, similar_names
 from blobstore.store.layout import Layout
 
 LAYOUT = Layout(Path("/store"))
@@ -22,6 +22,9 @@ GRAMMAR = st.text(alphabet="aZ0_-.:/@ \\\0\n~é", max_size=12)
         ("n/m", ("registry.ollama.ai", "n", "m", "latest")),
         ("n/m:8b-q4_K.M", ("registry.ollama.ai", "n", "m", "8b-q4_K.M")),
         ("h/n/m", ("h", "n", "m", "latest")),
+        ("h:5/m", ("h:5", "library", "m", "latest")),
+        ("n.s/m:t", ("n.s", "library", "m", "t")),
+        ("localhost/m", ("localhost", "library", "m", "latest")),
         ("localhost:5000/n/m:t", ("localhost:5000", "n", "m", "t")),
         ("hf.co/Org/Some-Model.v1:Q4", ("hf.co", "Org", "Some-Model.v1", "Q4")),
         ("_/_:_", ("registry.ollama.ai", "_", "_", "_")),
@@ -38,8 +41,22 @@ def test_fills_in_what_is_left_out(text: str, parts: tuple[str, ...]) -> None:
     "text",
     [
         *("", ":", ":t", "m:", "m:t:u", "/", "/m", "n/", "n//m", "//m", "a/b/c/d", ".", ".."),
-        *("../m", "n/..", "m:..", "m:.", "../../../m", "./m", "~/m", "-m", "m:-t", ".m", "n.s/m"),
-        *("n:5/m", "h/n:5/m", "m\n", "\nm", "m ", " m", "m\0", "m\\n", "m@sha256", "m#1", "m*"),
+        *("../m", "n/..", "m:..", "m:.", "../../../m", "./m", "~/m", "-m", "m:-t", ".m", ".n/m"),
+        *(
+            "n:x/m",
+            "n.s:x/m",
+            "hf:n/m",
+            "h/n:5/m",
+            "m\n",
+            "\nm",
+            "m ",
+            " m",
+            "m\0",
+            "m\\n",
+            "m@sha256",
+            "m#1",
+            "m*",
+        ),
         *("é", "m\u0660", "\uff4d", "http://h/n/m", "[::1]:80/n/m", ":5000/n/m"),
     ],
 )
@@ -78,6 +95,10 @@ def test_every_part_has_its_longest_length(part: str, limit: int) -> None:
         ("n/m", "n/m:latest"),
         ("registry.ollama.ai/n/m", "n/m:latest"),
         ("h/library/m", "h/library/m:latest"),
+        ("h.x/library/m", "h.x/m:latest"),
+        ("127.0.0.1:18081/m", "127.0.0.1:18081/m:latest"),
+        ("registry.ollama.ai/m", "m:latest"),
+        ("registry.ollama.ai/localhost/m", "registry.ollama.ai/localhost/m:latest"),
         ("h/n/m", "h/n/m:latest"),
     ],
 )
@@ -88,6 +109,19 @@ def test_is_shown_by_its_shortest_name(text: str, short: str) -> None:
 def test_its_repr_is_short() -> None:
     reference = Reference.parse("team/llama:1b")
     assert repr(reference) == "Reference('team/llama:1b')"
+
+
+def test_names_get_the_host_and_namespace_of_a_prefix() -> None:
+    names = [*map(Reference.parse, ("m:t", "n/o", "h.x/n/p"))]
+    assert list(map(str, all_under("lab", names))) == ["lab/m:t", "lab/o:latest", "lab/p:latest"]
+    assert str(names[0].under("h:5/lab/")) == "h:5/lab/m:t"
+    assert str(names[2].under("h:5")) == "h:5/p:latest"
+    assert all_under(None, names) == names
+    with pytest.raises(NameConflict, match="'a/m:latest' and 'b/m:latest' would both become 'c/m"):
+        all_under("c", map(Reference.parse, ("a/m", "b/m")))
+    for prefix in ("", "a/b/c", "lab:v1", "../x", "a b"):
+        with pytest.raises(InvalidReference):
+            names[0].under(prefix)
 
 
 def test_takes_one_name_or_several() -> None:

@@ -104,7 +104,10 @@ def test_a_server_that_only_reads_has_the_names_of_a_registry() -> None:
 
 def test_every_address_has_a_name_that_is_near() -> None:
     near = RemoteReference.parse(f"ghcr.io/a/b/model:v1@{DIGEST}").nearest_name()
-    assert near == Reference.parse("ghcr.io/b/model:v1")
+    assert near == Reference.parse("ghcr.io/a__b/model:v1")
+    for deep in ("a.b/c/model", "a__b/c/model"):  # which give no name of their own
+        near = RemoteReference.parse(f"ghcr.io/{deep}").nearest_name()
+        assert near == Reference.parse("ghcr.io/c/model")
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:", "sha256:xyz", f"sha512:{'0' * 128}"])
@@ -116,10 +119,12 @@ def test_malformed_digest_is_refused(digest: str) -> None:
 @pytest.mark.parametrize(
     ("name", "address"),
     [
-        ("localhost:5000/library/model", "localhost:5000/model:latest"),
+        ("localhost:5000/model", "localhost:5000/model:latest"),
+        ("ghcr.io/lab__team/model", "ghcr.io/lab/team/model:latest"),
+        ("ghcr.io/a_b__c__d-e/f__g", "ghcr.io/a_b/c/d-e/f__g:latest"),
         ("ghcr.io/org/model:v1", "ghcr.io/org/model:v1"),
-        ("model", "registry.ollama.ai/library/model:latest"),
-        ("docker.io/library/model", "docker.io/library/model:latest"),
+        ("model", "registry.ollama.ai/model:latest"),
+        ("docker.io/model", "docker.io/model:latest"),
     ],
 )
 def test_names_and_addresses_stand_for_each_other(name: str, address: str) -> None:
@@ -129,8 +134,16 @@ def test_names_and_addresses_stand_for_each_other(name: str, address: str) -> No
     assert RemoteReference.parse(address).name() == reference
 
 
-def test_a_deeper_address_gives_the_name_of_its_last_two_parts() -> None:
-    assert str(RemoteReference.parse("ghcr.io/a/b/c:v1").name()) == "ghcr.io/b/c:v1"
+def test_no_two_addresses_give_one_name() -> None:
+    parts = ["lab/team/llama", "lab2/team/llama", "team/llama", "lab/team__llama", "llama"]
+    names = [str(RemoteReference.parse(f"ghcr.io/{part}").name()) for part in parts]
+    assert names == [
+        *("ghcr.io/lab__team/llama:latest", "ghcr.io/lab2__team/llama:latest"),
+        *("ghcr.io/team/llama:latest", "ghcr.io/lab/team__llama:latest", "ghcr.io/llama:latest"),
+    ]
+    assert all("library" not in name for name in names)
+    with pytest.raises(InvalidReference, match="give a NAME"):
+        RemoteReference.parse("ghcr.io/lab__team/llama").name()
 
 
 def test_address_of_a_name_is_in_lower_case() -> None:
@@ -150,6 +163,7 @@ def test_name_that_no_registry_allows_has_no_address(name: str) -> None:
     [
         "ghcr.io/a/o.rg/model",
         "ghcr.io/o.rg/model",
+        f"ghcr.io/{'a/' * 30}model",
         "ghcr.io/library/model",
         f"ghcr.io/org/{'m' * 81}",
         f"ghcr.io/org/model@{DIGEST}",

@@ -175,6 +175,12 @@ def test_the_command_prints_a_table_and_its_status_tells(
     assert found["models"][1]["bytes_written"] == 0
     run("create", "--all", models, "name", exit_code=2)
 
+    # A prefix takes the place of each namespace.
+    run("create", "--all", models, "--as", "lab", exit_code=4)
+    assert run("list", "lab/*", "-q").stdout.split() == ["lab/dense:latest", "lab/moe:latest"]
+    error = run("create", models / "dense", "--as", "lab", exit_code=2).stderr
+    assert "--as is for --all; give one model a NAME" in error
+
 
 @pytest.mark.slow
 def test_importing_a_model_reads_no_manifest_of_another(

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
+from blobstore.errors import (
+    BlobMissing,
+    MissingLibrary,
+    ModelNotFound,
+    NameConflict,
+    NameTaken,
+    NotFound,
+    UsageError,
+)
 from blobstore.operations.transfer.many import (
     Transferred,
     find_remote_models,
     pull_models,
     push_models,
 )
+from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
@@ -99,10 +108,8 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
     found = find_remote_models([f"{remote}/team/two:v*", f"oci://{remote}/one"])
     assert [entry.address for entry in found] == [f"{remote}/team/two:v1", f"oci://{remote}/one"]
     pulled = pull_models(found, store=tmp_path / "other")
-    names = [
-        f"{server.host}/{name}"
-        for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
-    ]
+    namespace = remote.partition("/")[2].replace("/", "__")
+    names = [f"{server.host}/{namespace}{name}" for name in ("__team/two:v1", "/one:latest")]
     assert [str(model.result.reference) for model in pulled if model.result] == names
 
 
@@ -240,8 +247,47 @@ def test_repositories_below_an_address_are_listed_and_pulled_however_deep(
     found = find_remote_models([f"oci://{server.host}/deep"], all_models=True)
     pulled = pull_models(found, store=tmp_path / "other")
     names = [
-        f"{server.host}/{name}" for name in ("er/one:latest", "team/two:v1", "deep/one:latest")
+        f"{server.host}/{name}"
+        for name in ("deep__er/one:latest", "deep__er__team/two:v1", "deep/one:latest")
     ]
     assert [str(model.result.reference) for model in pulled if model.result] == names
     again = pull_models(found, store=tmp_path / "other")
     assert [model.result.blobs_fetched for model in again if model.result] == [0, 0, 0]
+
+    # A prefix takes the place of what tells two of them apart.
+    with pytest.raises(NameConflict, match="would both become 'lab/one:latest'"):
+        pull_models(found, store=tmp_path / "third", prefix="lab")
+    assert not (tmp_path / "third").exists()
+    chosen = [entry for entry in found if "/er/" in entry.address]
+    moved = pull_models(chosen, store=tmp_path / "third", prefix="lab")
+    named = [str(model.result.reference) for model in moved if model.result]
+    assert named == ["lab/one:latest", "lab/two:v1"]
+
+
+def test_names_of_two_places_are_two_names_and_lead_back_to_them(
+    local: LocalStore, server: Server, tmp_path: Path
+) -> None:
+    for place, name in (("lab", "one"), ("lab2", "team/two:v1")):
+        push_model(name, f"{server.host}/{place}/back/llama", store=local)
+    other = LocalStore(tmp_path / "other")
+    for place in ("lab", "lab2"):
+        pulled = pull_model(f"oci://{server.host}/{place}/back/llama", store=other)
+        assert str(pulled.reference) == f"{server.host}/{place}__back/llama:latest"
+        pushed = push_model(pulled.reference, store=other)
+        assert str(pushed.remote) == f"{server.host}/{place}/back/llama:latest"
+
+    # A name that was chosen is refused to the other place, and the message says where it came from.
+    first, second = (f"{server.host}/{place}/back/llama:latest" for place in ("lab", "lab2"))
+    pull_model(first, "llama", store=other)
+    with pytest.raises(NameTaken, match=f"name 'llama:latest', which came from '{first}'"):
+        pull_model(second, "llama", store=other)
+
+
+def test_a_model_without_a_namespace_has_none_on_its_way(
+    local: LocalStore, server: Server, tmp_path: Path
+) -> None:
+    push_model("one", f"{server.host}/alone", store=local)
+    pulled = pull_model(f"oci://{server.host}/alone", store=tmp_path / "other")
+    assert str(pulled.reference) == str(pulled.remote) == f"{server.host}/alone:latest"
+    pushed = push_model(f"{server.host}/alone", store=tmp_path / "other")
+    assert str(pushed.remote) == f"{server.host}/alone:latest"
