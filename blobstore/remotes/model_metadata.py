@@ -139,7 +139,8 @@ def _loadable_folder(model: ModelContents) -> _Folder:
     except BlobstoreError:  # a model that cannot be exported
         return nothing
     layers = model.manifest.layers_of(media_types.TENSOR)
-    linked = {link.layer.name: link.name for link in plan.links if link.layer in layers}
+    tensors = (link for link in plan.links if link.layer.media_type == media_types.TENSOR)
+    linked = {link.layer.name: link.name for link in tensors}
     is_loadable = (
         not plan.relabelled
         and not plan.gathered
