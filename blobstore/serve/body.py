@@ -197,6 +197,7 @@ class BodySender:
                 if len(data) != count:  # the file has become shorter
                     raise ConnectionAbortedError("a blob ended early")
                 await writer.write(data)
+                await asyncio.sleep(0)  # see _sendfile: a file may have thousands of such ranges
             on_sent(count)
 
     async def _send_cold(

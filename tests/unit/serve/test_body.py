@@ -201,6 +201,39 @@ def test_a_blob_that_cannot_be_sent_is_read_again(
     assert not open_files(path.parent)
 
 
+def test_others_are_served_between_the_small_ranges_of_a_file(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_reader, "_MARGIN_NS", 0)  # it is not verified again
+    data, turns = bytes(range(100)), list[int]()
+    path = Path(store.blob_path(Digest.of(data)))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+
+    class Fast:
+        async def write(self, data: bytes | memoryview) -> None:
+            assert len(data) == 1
+
+    async def others() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        sender, transport = BodySender(BlobReader(store, lambda _: None)), cast("Any", None)
+        parts = [BlobPart(Digest.of(data), 100, place, 1) for place in range(100)]
+        await sender.first(parts)
+        with contextlib.suppress(asyncio.CancelledError):
+            other = asyncio.create_task(others())
+            await sender.send(parts, Fast(), transport, lambda _: None)
+            other.cancel()
+            await other
+        sender.close()
+
+    asyncio.run(run())
+    assert len(turns) >= len(data)
+
+
 def test_a_long_part_is_written_in_pieces(store: LocalStore) -> None:
     part, written = bytes(range(256)) * 3000, list[bytes]()
 
