@@ -6,7 +6,6 @@ All arriving models share :data:`blobstore.core.limits.IMPORTS`. If the document
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from typing import TYPE_CHECKING, Final
@@ -29,10 +28,6 @@ _PER_TENSOR: Final = 600
 """Bytes of memory per tensor of a GGUF file."""
 _PER_BLOB: Final = 5500
 """Bytes of memory per blob of an import."""
-_LARGE: Final = 32 << 20
-"""Bytes of memory from which on full collections of garbage pause the process for too long."""
-_USUAL: Final = gc.get_threshold()
-_pacing = threading.Lock()
 _estimating = threading.Lock()
 """Held while a document is read for its size: one at a time in the process, because its memory is not held yet."""
 
@@ -63,7 +58,6 @@ class ImportMemory(limits.Held):
         except (Damaged, RemoteError) as error:
             raise DamagedSource(f"{quote(path)}: {error}") from None
         self._paths.add(path)
-        _pace_collector()
 
     def hold_blobs(self, count: int) -> None:
         """Hold the memory for writing so many blobs. Raises as :meth:`hold`."""
@@ -78,17 +72,6 @@ class ImportMemory(limits.Held):
         """See :class:`Held`."""
         super().release()
         self._paths.clear()
-        _pace_collector()
-
-
-def _pace_collector() -> None:
-    """Collect old cyclic garbage only while no large document is held.
-
-    A full collection looks at every value of the documents, for up to seconds in which no other thread runs.
-    """
-    young, middle, old = _USUAL
-    with _pacing:
-        gc.set_threshold(young, middle, old if limits.IMPORTS.taken < _LARGE else 2**30)
 
 
 def _memory_of(path: Path) -> int:

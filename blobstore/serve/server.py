@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from blobstore.core import capacity, interrupts, limits
+from blobstore.core.gc_pause import OldGarbage
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
@@ -128,6 +129,7 @@ class Server:
         self._lists = SharedWork(capacity.LIST, joins_begun=False)
         self._forms = limits.Memory(MAX_FORMS)
         self._watches = Watches()
+        self._garbage = OldGarbage()
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
         self._log = Log(log)
@@ -181,6 +183,7 @@ class Server:
         chores = [
             asyncio.create_task(self._repeat(_LOG_SECONDS, self._log.flush)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
+            asyncio.create_task(self._repeat(_TIDY_SECONDS, self._collect)),
         ]
         try:
             on_ready()
@@ -420,6 +423,9 @@ class Server:
             except Exception as error:  # noqa: BLE001 - of a disk or of a thread that cannot be started
                 self._log.note(error=f"{type(error).__name__}: {error}")
 
+    def _collect(self) -> None:
+        self._garbage.collect(is_idle=not self.metrics.open_requests)
+
     def _metrics_text(self) -> str:
         return self.metrics.text(self._connections())
 
@@ -565,6 +571,6 @@ def run_server(
         )
 
     # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.
-    with listening(host, port) as listener, interrupts.deferred():
+    with listening(host, port) as listener, interrupts.deferred(), OldGarbage.kept():
         asyncio.run(run(listener))
     interrupts.check()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from blobstore.core import gc_pause
-from blobstore.core.gc_pause import gc_paused
+from blobstore.core.gc_pause import OldGarbage, gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,47 @@ def test_objects_created_during_the_pause_are_not_frozen() -> None:
         made: list[list[int]] = [[] for _ in range(1000)]
     assert gc.get_freeze_count() == 0
     assert len(made) == 1000
+
+
+class Cycle:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+def old_garbage() -> weakref.ref[Cycle]:
+    cycle = Cycle()
+    gc.collect(1)  # from now on, only a full collection looks at it
+    return weakref.ref(cycle)
+
+
+def test_old_garbage_is_kept_while_a_server_runs_and_young_one_is_not() -> None:
+    usual = gc.get_threshold()
+    with pytest.raises(KeyError), OldGarbage.kept():
+        assert gc.get_threshold()[:2] == usual[:2]
+        assert gc.get_threshold()[2] > 10**6
+        raise KeyError
+    assert gc.get_threshold() == usual
+
+
+def test_old_garbage_is_collected_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OldGarbage.kept():
+        found, some = OldGarbage(), old_garbage()
+        found.collect(is_idle=True)
+        monkeypatch.setattr(gc_pause, "_IDLE_SECONDS", 0)
+        found.collect(is_idle=False)
+        assert some() is not None
+        found.collect(is_idle=True)
+        assert some() is None
+        some = old_garbage()
+        monkeypatch.setattr(gc_pause, "_IDLE_SECONDS", 1000)
+        monkeypatch.setattr(gc_pause, "_BUSY_SECONDS", 0)
+        found.collect(is_idle=True)
+        assert some() is not None
+        found.collect(is_idle=False)
+        assert some() is None
+        monkeypatch.setattr(gc_pause, "_BUSY_SECONDS", 1000)
+        some = old_garbage()
+        found.collect(is_idle=False)
+        assert some() is not None

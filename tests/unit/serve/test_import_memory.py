@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -123,18 +122,3 @@ def test_blobs_are_held_with_the_documents(
         with pytest.raises(Crowded):
             ImportMemory().hold_blobs(1)
     assert memory.taken == 0
-
-
-def test_no_full_collection_of_garbage_stops_the_process_while_large_documents_are_held(
-    indexes: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = gc.get_threshold()
-    monkeypatch.setattr(import_memory, "_LARGE", 2 * COST)
-    small, large = ImportMemory(), ImportMemory()
-    small.hold(indexes[0])
-    assert gc.get_threshold() == usual
-    large.hold(indexes[1])
-    assert gc.get_threshold()[:2] == usual[:2]
-    assert gc.get_threshold()[2] > 10**6
-    large.release()
-    assert gc.get_threshold() == usual
