@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.digest import BlobId, Digest
@@ -95,7 +96,8 @@ class PlainDescriptors(dict[str, Descriptor]):
         if found is None:
             raise ValueError("not a plain descriptor")
         media_type, spelled, size, name = found.groups()
-        self[text] = made = Descriptor(media_type, Digest(spelled), int(size), name or "")
+        kind = sys.intern(media_type)  # thousands have the same one
+        self[text] = made = Descriptor(kind, Digest(spelled), int(size), name or "")
         return made
 
 

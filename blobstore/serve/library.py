@@ -51,6 +51,8 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
+MAX_MANIFESTS = 16 << 20
+"""Bytes of their manifests, each of which takes up to ten times as much. The last two models are kept whatever they have."""
 LEASE_SECONDS = 600.0
 """Seconds that the blobs of a model are kept from gc after it was last asked for."""
 
@@ -107,6 +109,7 @@ class Library:
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
+        self._large = threading.Lock()
         self._protection = Protection(store)
         self._tags = Tags(store, self._described)
         self._commits = Commits(store, self.pulled, self._tags)
@@ -378,7 +381,9 @@ class Library:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
         # Before its blobs are read, so that gc keeps what is found.
         key = self._protected(data, manifest)
-        if key not in self._models:
+        with self._turn(data):
+            if key in self._models:
+                return key
             with limits.Held() as held:
                 size = _PER_BYTE * sum(layer.size for layer in manifest.layers_of(SOURCE))
                 # Half is left for documents that others hold for as long as a fetch takes.
@@ -388,7 +393,7 @@ class Library:
             origin = self.pulled.origin(manifest)
             origin = origin and self.pulled.with_others(origin)
             made = ServedModel(key, manifest, files, None, origin, description)
-            self._models.add(key, made)
+            self._models.add(key, made, len(data))
         return key
 
     def _protected(self, data: bytes, manifest: Manifest) -> Digest:
@@ -403,15 +408,20 @@ class Library:
         key = self._protected(data, manifest)
         # Before signatures are read: one that is added in between makes another key.
         kept_as = reference, version, signed_at(self.store, key)
-        if kept_as not in self._artifacts:
-            made = make_artifact(self.store, reference, data, manifest)
-            self._keep(made, kept_as, manifest)
-            self._tags.note(reference, key, made.digests())
+        with self._turn(data):
+            if kept_as not in self._artifacts:
+                made = make_artifact(self.store, reference, data, manifest)
+                self._keep(made, kept_as, manifest, len(data))
+                self._tags.note(reference, key, made.digests())
         self._names[reference] = version, key
 
-    def _keep(self, made: Artifact, kept_as: object, manifest: Manifest) -> None:
+    def _keep(self, made: Artifact, kept_as: object, manifest: Manifest, size: int) -> None:
         made.key, made.origin = kept_as, self.pulled.origin(manifest)
-        self._artifacts.add(kept_as, made)
+        self._artifacts.add(kept_as, made, size)
+
+    def _turn(self, data: bytes) -> contextlib.AbstractContextManager[object]:
+        """Return what allows one large manifest at a time to be taken apart, which takes 20 times its size."""
+        return self._large if len(data) > _LARGE else contextlib.nullcontext()
 
     def _described(self, reference: Reference) -> Iterable[Digest]:
         """Return the digests of all manifests and blobs of a tag."""
@@ -425,10 +435,11 @@ class Library:
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         key = self._protected(data, manifest)
-        if (tag, version) not in self._artifacts:
-            made = make_image(self.store, reference, key)
-            self._keep(made, (tag, version), manifest)
-            self._tags.note(reference, key, made.digests(), IMAGE)
+        with self._turn(data):
+            if (tag, version) not in self._artifacts:
+                made = make_image(self.store, reference, key)
+                self._keep(made, (tag, version), manifest, len(data))
+                self._tags.note(reference, key, made.digests(), IMAGE)
 
     def _hash(self, model: ServedModel) -> None:
         if model.manifest is not None:
@@ -446,8 +457,8 @@ class _Kept(Generic[_Key, _Value]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._values: dict[_Key, _Value] = {}
-        """The one that was asked for last is the last one."""
+        self._values: dict[_Key, tuple[_Value, int]] = {}
+        """With their sizes. The one that was asked for last is the last one."""
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._values
@@ -455,19 +466,23 @@ class _Kept(Generic[_Key, _Value]):
     def get(self, key: _Key) -> _Value | None:
         with self._lock:
             found = self._values.pop(key, None)
-            if found is not None:
-                self._values[key] = found
-            return found
+            if found is None:
+                return None
+            self._values[key] = found
+            return found[0]
 
     def values(self) -> list[_Value]:
         with self._lock:
-            return list(self._values.values())
+            return [value for value, _ in self._values.values()]
 
-    def add(self, key: _Key, value: _Value) -> None:
+    def add(self, key: _Key, value: _Value, size: int) -> None:
         with self._lock:
-            self._values[key] = value
-            while len(self._values) > self._limit:
-                del self._values[next(iter(self._values))]
+            self._values[key] = value, size
+            total = sum(size for _, size in self._values.values())
+            while (count := len(self._values)) > self._limit or (
+                total > MAX_MANIFESTS and count > 2
+            ):
+                total -= self._values.pop(next(iter(self._values)))[1]
 
     def forget(self, key: _Key) -> None:
         with self._lock:
@@ -486,6 +501,8 @@ class _Watch:
         return self.store.manifest_version(self.reference) != self.version
 
 
+_LARGE = 1 << 20
+"""Bytes of a manifest whose model is large."""
 _PER_BYTE = 16
 """Bytes of memory per byte of headers and indexes while a model is prepared: a third more than those of real models."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core import limits
@@ -13,10 +15,12 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.serve import library as served
 from blobstore.serve.library import MAX_MODELS, Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.unprepared import NotPrepared, prepared
 from blobstore.serve.visible import Visible
+from blobstore.store.local import LocalStore
 from tests.support.models import moe_tensors, write_folder
 from tests.support.serve import ask, body_of
 
@@ -90,6 +94,51 @@ def test_only_some_models_are_kept(library: Library, monkeypatch: pytest.MonkeyP
     with pytest.raises(NotPrepared):
         small.model(MODEL)
     assert len(list(library.store.folder("leases").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1, ["m2", "m3"]), (1 << 20, ["m1", "m2", "m3"])])
+def test_manifests_of_kept_models_have_limited_size(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, kept: list[str]
+) -> None:
+    """The last two are kept whatever they have, so that the next request finds what it needs."""
+    monkeypatch.setattr(served, "MAX_MANIFESTS", most)
+    library = Library(store)
+    names = [Reference.parse(f"m{number}") for number in (1, 2, 3)]
+    for name in names:
+        folder = write_folder(tmp_path / name.model, {name.model: np.zeros(1)})
+        create(folder, name, store=store)
+        prepared(partial(library.model, name))
+        prepared(partial(library.artifact, name))
+    for question in (library.model, library.artifact):
+        found = []
+        for name in names:
+            with contextlib.suppress(NotPrepared):
+                question(name)
+                found.append(name.model)
+        assert found == kept
+
+
+def test_large_models_are_prepared_one_at_a_time(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = list[int]()
+
+    class Turn:
+        def __enter__(self) -> None:
+            turns.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            turns.append(-1)
+
+    monkeypatch.setattr(library, "_large", Turn())
+    image = Reference.parse("org/model:latest.image")
+    for limit, count in ((1 << 20, 0), (100, 3)):
+        monkeypatch.setattr(served, "_LARGE", limit)
+        prepared(partial(library.model, MODEL))
+        prepared(partial(library.artifact, MODEL))
+        prepared(partial(library.artifact, image))
+        assert turns == [1, -1] * count
+        library.release_idle(0)
 
 
 def test_a_pattern_that_is_too_long_is_refused_at_once(library: Library) -> None:
