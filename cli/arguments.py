@@ -345,6 +345,13 @@ def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Referenc
     return found[0]
 
 
+def is_many(store: LocalStore, text: str) -> bool:
+    """Return whether a text is a glob that several models match."""
+    from blobstore.store.name_patterns import is_pattern, select_references
+
+    return is_pattern(text) and len(select_references(store, [text])) > 1
+
+
 def model_or_address(store: LocalStore, text: str) -> Reference | str:
     """Return the address of a model in a registry unchanged, and otherwise do as :func:`model`."""
     from blobstore.remotes.addresses import is_address

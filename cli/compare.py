@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.cli.output import Output
+    from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.compare import Comparison, TensorError
     from blobstore.operations.compare.metrics import WorstGroup
     from blobstore.store.local import LocalStore
@@ -66,7 +68,7 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 
 @click.command("compare", short_help="Measure the tensors of a model against those of another.")
 @click.argument("name", type=arguments.MODEL_OR_FILE)
-@click.argument("base", type=arguments.MODEL_OR_FILE)
+@click.argument("base", required=False, type=arguments.MODEL_OR_FILE)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.TENSORS)
 @options.shared("store")
 @options.sort_option(
@@ -96,7 +98,7 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 @options.shared("jobs", "json")
 def command(
     name: str,
-    base: str,
+    base: str | None,
     patterns: tuple[str, ...],
     store: LocalStore,
     order: Order | None,
@@ -109,7 +111,9 @@ def command(
 ) -> None:
     """Measure the tensors of the model NAME, quantized for example, against those of BASE.
 
-    Each is a model of the store, or the path of a GGUF file.
+    Each is a model of the store, or the path of a GGUF file. If NAME is a glob such as 'run:*', each of its
+    models is measured against BASE, or without BASE against the one before it, in the order of the numbers in
+    their names. One row each has the totals.
 
     Tensors are matched by the names that they had in their source, however experts are stored;
     patterns such as '*.mlp.*' select them by name. The relative error is the norm of the difference
@@ -133,6 +137,13 @@ def command(
     from blobstore.pages.comparison import comparison_page
     from blobstore.pages.write import free_target, write_page_file
 
+    if arguments.is_many(store, name):
+        if html or top or order or shows_all:
+            raise click.UsageError("--html, --top, --sort and --all are for one model NAME")
+        _compare_steps(store, name, base, patterns, names, jobs, out)
+        return
+    if base is None:
+        raise click.UsageError("missing argument 'BASE'")
     target = None if html is None else free_target(html)
     model, other = arguments.model_or_gguf(store, name), arguments.model_or_gguf(store, base)
     with progress_bar() as progress:
@@ -155,6 +166,54 @@ def command(
         lambda: _as_json(compared, rows) | {"seconds": out.seconds},
         _as_text(compared, shown),
         notes=[] if target is None else [f"wrote {target}"],
+    )
+
+
+def _compare_steps(
+    store: LocalStore,
+    name: str,
+    base: str | None,
+    patterns: tuple[str, ...],
+    names: str | None,
+    jobs: int | None,
+    out: Output,
+) -> None:
+    from blobstore.operations.compare.compare import compare_models
+    from blobstore.operations.compare.steps import steps_of
+
+    pairs: list[tuple[Reference, Reference | str]]
+    models = arguments.models(store, [name])
+    if base is None:
+        pairs = [(step, before) for before, step in pairwise(steps_of(store, models))]
+    else:
+        other = arguments.model_or_gguf(store, base)
+        pairs = [(step, other) for step in steps_of(store, models) if step != other]
+    named = None if names is None else _names(names)
+    with progress_bar() as progress:
+        steps = [
+            compare_models(
+                *pair, store=store, patterns=patterns, names=named, jobs=jobs, progress=progress
+            )
+            for pair in pairs
+        ]
+    rows = [
+        (
+            render.cell(step.reference),
+            render.cell(step.base),
+            f"{len(step.differing):,} of {len(step.tensors):,}",
+            number(step.relative_error),
+            decibels(step.snr_db),
+            number(step.max_abs_error),
+        )
+        for step in steps
+    ]
+    headings = ("NAME", "BASE", "TENSORS DIFFER", "REL ERROR", "SNR dB", "LARGEST ERROR")
+    out.result(
+        lambda: {
+            "steps": [output.record(step, "name=reference base") | _total(step) for step in steps],
+            "seconds": out.seconds,
+        },
+        render.table(headings, rows, right=(2, 3, 4, 5)),
     )
 
 
@@ -183,10 +242,13 @@ def _as_json(compared: Comparison, rows: Sequence[TensorError]) -> dict[str, Any
     listed = output.records(rows, _TENSOR_FIELDS)
     for row, shown in zip(rows, listed, strict=True):
         shown["worst_group"] = row.worst and output.record(row.worst, " ".join(row.worst._fields))
-    count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
     fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
-    total = count | output.record(compared, _TOTAL_FIELDS)
-    return output.record(compared, fields) | {"tensors": listed, "total": total}
+    return output.record(compared, fields) | {"tensors": listed, "total": _total(compared)}
+
+
+def _total(compared: Comparison) -> dict[str, Any]:
+    count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
+    return count | output.record(compared, _TOTAL_FIELDS)
 
 
 def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]:

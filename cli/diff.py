@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,14 +25,14 @@ _DIFFERENT = 1
 
 @click.command("diff", short_help="Show the differences between two models.")
 @click.argument("ours", metavar="A", type=arguments.MODEL_OR_ADDRESS)
-@click.argument("theirs", metavar="B", type=arguments.MODEL_OR_ADDRESS)
+@click.argument("others", metavar="[B]...", nargs=-1, type=arguments.MODEL_OR_ADDRESS)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
 @options.shared("plain-http", "store", "jobs", "json")
 @click.pass_context
 def command(
     ctx: click.Context,
     ours: str,
-    theirs: str,
+    others: tuple[str, ...],
     store: LocalStore,
     shows_all: bool,
     jobs: int | None,
@@ -43,6 +44,9 @@ def command(
     A name that begins with oci:// is the address of a model in a registry. Of that, headers are
     fetched, and tensors that the store does not have and whose types and shapes agree.
 
+    Of a glob such as 'run:*', or of more than two models, each is compared with the one before it, in the
+    order of the numbers in their names. One row each says how many tensors and bytes changed.
+
     Tensors are matched by the names that they had in their source, however experts are stored. They
     are equal if type, shape and bytes are equal; "blobstore compare" measures how much values differ. Shared
     blobs are not read. Only the size of other blobs is checked; "blobstore verify" hashes them.
@@ -50,9 +54,25 @@ def command(
     tensors does not count: it says how they were imported.
     """
     from blobstore.operations.compare.diff import diff_models
+    from blobstore.operations.compare.steps import steps_of
 
+    if len(others) != 1 or any(arguments.is_many(store, text) for text in (ours, *others)):
+        if not (others or arguments.is_many(store, ours)):
+            raise click.UsageError("missing argument 'B'")
+        with progress_bar() as progress:
+            steps = [
+                diff_models(one, other, store=store, jobs=jobs, progress=progress)
+                for one, other in pairwise(
+                    steps_of(store, arguments.models(store, [ours, *others]))
+                )
+            ]
+        rows = list(map(_step, steps))
+        out.result({"steps": rows, "seconds": out.seconds}, _steps_table(rows))
+        if not all(step.is_same for step in steps):
+            ctx.exit(_DIFFERENT)
+        return
     first = arguments.model_or_address(store, ours)
-    second = arguments.model_or_address(store, theirs)
+    second = arguments.model_or_address(store, others[0])
     with progress_bar() as progress:
         found = diff_models(
             first, second, store=store, jobs=jobs, plain_http=plain_http, progress=progress
@@ -62,6 +82,33 @@ def command(
     )
     if not found.is_same:
         ctx.exit(_DIFFERENT)
+
+
+def _step(found: Difference) -> dict[str, Any]:
+    """Return the row of a step: what it has that the step before had not, or had otherwise."""
+    changed = [item for item in found.tensors if not item.is_same]
+    return output.record(found, "a=ours b=theirs same=is_same") | {
+        "tensors": len(found.tensors),
+        "differing": len(changed),
+        "bytes": sum(item.theirs.nbytes for item in changed if item.theirs is not None),
+        "files": sum(not (item.is_same or item.is_derived) for item in found.files),
+    }
+
+
+def _steps_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [
+        (
+            render.cell(row["a"]),
+            render.cell(row["b"]),
+            f"{row['differing']:,} of {row['tensors']:,}",
+            render.human_bytes(row["bytes"]),
+            f"{row['files']:,}",
+        )
+        for row in rows
+    ]
+    return render.table(
+        ("A", "B", "TENSORS CHANGED", "BYTES CHANGED", "FILES CHANGED"), cells, right=(2, 3, 4)
+    )
 
 
 def _change(item: TensorDifference | FileDifference) -> str:

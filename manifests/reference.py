@@ -23,6 +23,7 @@ _PARTS = {
     "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
+_NUMBERS = re.compile("([0-9]+)")
 _PATHS = ("/", "./", "../", "~")
 _HOST_ALONE = re.compile(
     r"localhost|[A-Za-z0-9][\w-]*(?:(?:\.[\w-]+)+(?::\d{1,5})?|:\d{1,5})", re.ASCII
@@ -181,6 +182,12 @@ def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
         alike = most_like(reference.model, dict.fromkeys(models.values()), 0.7)
         near = [one for one, model in models.items() if model in alike][:2]
     return question(near)
+
+
+def by_numbers(reference: Reference) -> tuple[list[str], list[int]]:
+    """Return a key that sorts names that differ only in numbers by these: ``step-9-a``, ``step-10-a``, ``step-1-b``."""
+    parts = _NUMBERS.split(reference.full)
+    return parts[::2], [int(part) for part in parts[1::2]]
 
 
 def name_matches(reference: Reference, pattern: str) -> bool:

@@ -25,6 +25,7 @@ from blobstore.cold_blobs.similarity import BlobSampler
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.manifests.reference import by_numbers
 from blobstore.models.model_card import card_field
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ _MIN_SIMILAR: Final = 0.5
 _MANY_TIMES: Final = 8
 """A base that a card names must not take so many times the space that the nearest model takes."""
 _MAX_CARD: Final = 1 << 20
-_NUMBERS: Final = re.compile("([0-9]+)")
 
 
 class BaseFinder:
@@ -196,7 +196,7 @@ class BaseFinder:
         They do so in the order of time, or of one of the numbers in their names: of those of ``step-2-seed-1``
         the first or the last.
         """
-        orders = (_numbered, _numbered_last, self._age_key)
+        orders = (by_numbers, _numbered_last, self._age_key)
         if kind not in self._sorted:
             group = self._groups.get(kind, ())
             self._sorted[kind] = [sorted(group, key=order) for order in orders]
@@ -335,15 +335,9 @@ def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
     return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
 
 
-def _numbered(reference: Reference) -> tuple[list[str], list[int]]:
-    """Return a key that sorts names that differ only in numbers by these: ``step-9-a``, ``step-10-a``, ``step-1-b``."""
-    parts = _NUMBERS.split(reference.full)
-    return parts[::2], [int(part) for part in parts[1::2]]
-
-
 def _numbered_last(reference: Reference) -> tuple[list[str], list[int]]:
-    """Return a key as :func:`_numbered`, but with the last number as the first."""
-    texts, numbers = _numbered(reference)
+    """Return a key as :func:`by_numbers`, but with the last number as the first."""
+    texts, numbers = by_numbers(reference)
     return texts, numbers[::-1]
 
 

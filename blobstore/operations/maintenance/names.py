@@ -81,6 +81,9 @@ def copy_model(
 ) -> Named:
     """Give a model a second name, durably. The manifest is copied byte for byte.
 
+    A tag is an alias if an older tag of the same name has its manifest, as ``run:500`` that of ``run:best``. An
+    alias moves to another model of that name without ``force``: no model loses its own name.
+
     Args:
         source: the model's name.
         target: the name to give it.
@@ -195,7 +198,10 @@ def _rename(
                 "third name first"
             )
         digest, before = Digest.of(data), store.names.version(target)
-        update = store.names.claim(target, digest, force=force)
+        is_alias = (
+            keeps_source and isinstance(before, Digest) and _is_alias(store, source, target, before)
+        )
+        update = store.names.claim(target, digest, force=force or is_alias)
         with interrupts.deferred():
             store.names.place(update, data, manifest.blobs)
             # The new name is durable by now, so a crash leaves at least one of the two.
@@ -208,6 +214,14 @@ def _rename(
         replaced=before not in (ABSENT, digest),
         is_new=before != digest,
     )
+
+
+def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:
+    """Return whether the target is a tag of the source's name whose model has an older tag of that name."""
+    name = source.parts[:-1]
+    entries = read_entries(store, (one for one in store.references() if one.parts[:-1] == name))
+    tags = [(entry.modified, entry.reference) for entry in entries if entry.digest == digest]
+    return target.parts[:-1] == name and min(tags, default=(0.0, target))[1] != target
 
 
 def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:

@@ -359,3 +359,29 @@ def test_files_without_names_are_refused(
     if content is not None:
         file.write_text(content)
     assert message in run("compare", "gguf", "hf", "--names", file, exit_code=2).stderr
+
+
+def test_the_models_of_a_glob_are_rows_of_one_table(odd: LocalStore) -> None:
+    run("cp", "even", "run:1")
+    run("cp", "odd", "run:2")
+    run("cp", "odd", "run:best")
+    heading, row = run("compare", "run:*").stdout.splitlines()
+    assert heading.split()[:4] == ["NAME", "BASE", "TENSORS", "DIFFER"]
+    assert row.split()[:2] == ["run:2", "run:1"]
+    (step,) = run_json("compare", "run:*")["steps"]
+    total = run_json("compare", "odd", "even")["total"]
+    assert step == {"name": "run:2", "base": "run:1"} | total
+
+    assert [step["name"] for step in run_json("compare", "run:*", "even")["steps"]] == [
+        "run:1",
+        "run:2",
+    ]
+    assert len(run_json("compare", "run:*", "run:1")["steps"]) == 1
+    (step,) = run_json("compare", "run:*", "run:1", "zero")["steps"]
+    assert step["tensors"] == 1
+
+
+def test_what_is_for_one_model_is_no_option_of_a_glob(odd: LocalStore, tmp_path: Path) -> None:
+    for option in (("--top", "1"), ("--sort", "size"), ("--html", tmp_path / "x"), ("--all",)):
+        assert "are for one model NAME" in run("compare", "*", *option, exit_code=2).stderr
+    assert "missing argument 'BASE'" in run("compare", "odd", exit_code=2).stderr

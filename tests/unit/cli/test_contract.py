@@ -75,9 +75,11 @@ TEXT_ONLY = ("completion",)
 UNTIL_STOPPED = ("serve",)  # which has tests of its own
 # Commands that find a missing blob, and their exit code then.
 DAMAGED = {"verify": 4, "repair": 0, "du": 4, "show": 4}
-EXIT_CODES = {"diff": 1, **DAMAGED}
+EXIT_CODES = {"diff": 1, "diff GLOB": 1, **DAMAGED}
 # Other forms of commands, whose JSON has other keys.
 VARIANTS = {
+    "diff GLOB": ("diff", "[dt]*"),
+    "compare GLOB": ("compare", "[dt]*"),
     "create --dry-run": ("create", "@dense", "new", "--dry-run", "--quantize", "int8"),
     "create --all": ("create", "--all", "@all"),
     "list PATTERN": ("list", "den*"),

@@ -88,6 +88,43 @@ def test_errors_have_other_exit_codes_than_differences(other: LocalStore) -> Non
     run("diff", "dense", exit_code=2)
 
 
+@pytest.fixture
+def steps(other: LocalStore) -> LocalStore:
+    """The same store with a run of three steps, of which two are equal."""
+    run("cp", "dense", "run:step-2")
+    run("cp", "other", "run:step-10")
+    run("tag", "run:step-2", "best")
+    return other
+
+
+@pytest.mark.parametrize("names", [["run:*"], ["run:step-10", "run:best", "run:step-2"]])
+def test_the_steps_of_a_run_are_rows_of_one_table(steps: LocalStore, names: list[str]) -> None:
+    heading, row = run("diff", *names, exit_code=1).stdout.splitlines()
+
+    assert heading.split("  ")[-3:] == ["TENSORS CHANGED", "BYTES CHANGED", "FILES CHANGED"]
+    assert row.split()[:2] == ["run:step-2", "run:step-10"]
+    assert row.split()[2:] == ["4", "of", "10", "13", "B", "2"]
+    assert run_json("diff", *names, exit_code=1)["steps"] == [
+        {
+            "a": "run:step-2",
+            "b": "run:step-10",
+            "same": False,
+            "tensors": 10,
+            "differing": 4,
+            "bytes": 13,
+            "files": 2,
+        }
+    ]
+
+
+def test_a_run_needs_two_steps(steps: LocalStore) -> None:
+    assert "missing argument 'B'" in run("diff", "run:step-10*", exit_code=2).stderr
+    assert (
+        "this is 1 model" in run("diff", "run:[bs]*2", "run:best", "run:best", exit_code=2).stderr
+    )
+    assert "no model matches" in run("diff", "none:*", exit_code=3).stderr
+
+
 def test_packed_tensors_show_their_type(store: LocalStore) -> None:
     for name, byte in (("a", b"\0"), ("b", b"\1")):
         weight = ("x", "U32", (1, 8), byte * 32)

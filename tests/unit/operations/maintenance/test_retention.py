@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import ModelNotFound, UsageError
+from blobstore.errors import ModelNotFound, NameTaken, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -77,3 +77,19 @@ def test_a_rule_is_needed(store: LocalStore) -> None:
         expired_models(["x:v9"], keep_last=-1, store=store)
     with pytest.raises(ModelNotFound):
         expired_models(["none"], keep_last=1, store=store)
+
+
+def test_an_alias_moves_without_force_and_the_tag_of_a_step_does_not(store: LocalStore) -> None:
+    os.utime(store.manifest_path("run:best"))
+    assert copy_model("run:v1", "run:best", store=store).replaced
+    assert copy_model("run:v2", "run:best", store=store).replaced
+    assert store.read_manifest("run:best") == store.read_manifest("run:v2")
+    # Its own tag, or one whose model has no other, and a model of another name.
+    for source, target in (("run:v1", "run:v2"), ("run:v1", "run:v3"), ("x:v9", "run:best")):
+        with pytest.raises(NameTaken):
+            copy_model(source, target, store=store)
+    with pytest.raises(NameTaken):
+        rename_model("run:v1", "run:best", store=store)
+    store.manifest_path("run:best").write_bytes(b"{")
+    with pytest.raises(NameTaken):
+        copy_model("run:v1", "run:best", store=store)

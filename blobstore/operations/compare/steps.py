@@ -1,0 +1,33 @@
+"""The steps of a run, each of which is compared with the one before or with one base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.errors import UsageError
+from blobstore.manifests.reference import by_numbers
+from blobstore.store.catalog import read_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+
+def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Reference]:
+    """Return models in the order of the numbers in their names; of several names of a model, the oldest.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        UsageError: they are not two models.
+    """
+    entries = sorted(
+        read_entries(store, references), key=lambda entry: (entry.modified, entry.reference)
+    )
+    own: dict[object, Reference] = {}
+    for entry in entries:  # using a manifest that cannot be read is the error
+        own.setdefault(entry.digest or entry.reference, entry.reference)
+    if len(own) < 2:
+        raise UsageError(f"steps are compared with each other, and this is {len(own)} model")
+    return sorted(own.values(), key=by_numbers)
