@@ -525,7 +525,7 @@ def catch():
     return 1
 
 def collect():
-    return len(collect_garbage(store, older_than=0, force=True).blobs)
+    return len(collect_garbage(store=store, older_than=0, force=True).blobs)
 
 role, store, rounds = sys.argv[1], LocalStore(sys.argv[2]), int(sys.argv[3])
 stop = Path(sys.argv[4])
