@@ -388,6 +388,6 @@ def test_distinguishes_too_many_maps_from_too_little_memory() -> None:
         pytest.skip("the system does not count maps")
     assert re.fullmatch(
         r"a file cannot be mapped: this process has \d+ maps, and vm\.max_map_count allows \d+; "
-        r"raise that limit with sysctl, or open the model with read='pread'",
+        r"raise that limit with sysctl, or, in Python, open the model with read='pread'",
         sandbox.call(refused),
     )
