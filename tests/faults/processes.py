@@ -92,9 +92,9 @@ class Child:
         """Return whether it has not ended by itself."""
         return not self.nursery.ask({"do": "look", "pid": self.pid})["has_ended"]
 
-    def wait_among_others(self) -> Ended:
+    def wait_among_others(self, seconds: float = LIMIT) -> Ended:
         """Do as :meth:`wait`, but let the nursery do what other threads ask in the meantime."""
-        wait_for(lambda: not self.is_running())
+        wait_for(lambda: not self.is_running(), seconds)
         return self.wait(0)
 
     def wait(self, seconds: float = LIMIT) -> Ended:
@@ -249,9 +249,9 @@ class Nursery:
         return answer
 
 
-def wait_for(happens: Callable[[], bool]) -> None:
+def wait_for(happens: Callable[[], bool], seconds: float = LIMIT) -> None:
     """Wait until something happens, or until a command that it depends on hangs or must have failed."""
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + seconds
     while not happens() and time.monotonic() < until:
         time.sleep(_PAUSE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,18 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.real.distributed_training import WORLDS
+from tests.support.clients import run_python
 from tests.support.saved_folders import COMPLETE, saved_folder
 from tests.support.torch_files import TYPES, raw
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a folder for each number of processes."""
     folder = tmp_path_factory.mktemp("saved")
-    command = [sys.executable, "-m", "tests.real.distributed_training", str(folder)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    command = (sys.executable, "-m", "tests.real.distributed_training", folder)
+    ran = run_python(command, os.environ)
+    assert ran.code == 0, ran.stderr[-3000:]
     return folder
 
 

@@ -28,7 +28,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.real.tiny import write_tokenizer
-from tests.support.clients import transformers_nursery
+from tests.support.clients import forking
 from tests.support.damage import flip
 from tests.support.serve_process import Process
 
@@ -156,7 +156,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
     (folder / "temporary").mkdir(parents=True)
     log = folder / "log"
     log.touch()
-    nursery = transformers_nursery()
+    nursery = forking()
     command = ("python", PROGRAM, *arguments, "--port", "0")
     pid = nursery.fork(command, log, log, environment=environment(folder))
     process = Process(pid, nursery)

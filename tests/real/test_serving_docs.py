@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from tests.real.tiny import write_tokenizer
-from tests.support.clients import run_python, transformers_nursery
+from tests.support.clients import forking, run_python
 from tests.support.pages import ROOT, commands, in_python, program
 from tests.support.ports import free_port
 
@@ -89,7 +89,7 @@ def test_the_page_on_mlx_lm_is_right(environment: dict[str, str]) -> None:
     assert all("127.0.0.1:8080/" in question for question in questions)
     assert "--port 8080" in serve
     command = in_python(serve.replace("8080", port))
-    server = transformers_nursery().start("python", *command[1:], environment=environment)
+    server = forking().start("python", *command[1:], environment=environment)
     try:
         while not is_up(f"http://127.0.0.1:{port}/health"):
             assert server.is_running()

@@ -25,6 +25,11 @@ FRAMEWORKS = (*HUB, "torch", "numpy", "regex", "jinja2", "tokenizers", "safetens
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """What ``huggingface_hub`` reads when it is imported."""
+TORCH = (
+    *(name for name in FRAMEWORKS if name != "safetensors.torch"),
+    *("torch._dynamo", "torch.distributed.checkpoint"),
+)
+"""What libraries import that use PyTorch, but neither of them nor their files."""
 TRANSFORMERS = (
     *FRAMEWORKS,
     *("starlette.applications", "transformers", "transformers.modeling_utils", "uvicorn"),
@@ -32,6 +37,9 @@ TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
 )
 """What takes seconds to import of programs that use transformers, which never ask the Hub then."""
+
+_SECONDS = 280
+"""What a program may take on a busy machine: less than a test."""
 
 
 def run_client(
@@ -41,22 +49,21 @@ def run_client(
     modules: tuple[str, ...] = HUB,
 ) -> Ended:
     """Run a program as ``python -W ignore -c`` does, in a process that has imported some modules."""
-    child = _nursery(modules).start("python", "-c", program, *arguments, environment=environment)
-    return child.wait_among_others()
+    return run_python((sys.executable, "-c", program, *arguments), environment, modules)
 
 
-def run_python(command: Sequence[str], environment: Mapping[str, str]) -> Ended:
-    """Run a command of this interpreter in a process that has imported transformers."""
+def run_python(
+    command: Sequence[object],
+    environment: Mapping[str, str],
+    modules: tuple[str, ...] = TRANSFORMERS,
+) -> Ended:
+    """Run a command of this interpreter in a process that has imported some modules."""
     assert command[0] == sys.executable
-    return transformers_nursery().run("python", *command[1:], environment=environment)
+    child = forking(modules).start("python", *command[1:], environment=environment)
+    return child.wait_among_others(_SECONDS)
 
 
 @functools.cache
-def transformers_nursery() -> Nursery:
-    """Return what forks processes that have imported transformers."""
-    return stays(Nursery(TRANSFORMERS, OFFLINE))
-
-
-@functools.cache
-def _nursery(modules: tuple[str, ...]) -> Nursery:
-    return stays(Nursery(modules))
+def forking(modules: tuple[str, ...] = TRANSFORMERS) -> Nursery:
+    """Return what forks processes that have imported some modules."""
+    return stays(Nursery(modules, OFFLINE))

@@ -10,28 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.support.clients import OFFLINE, TORCH, run_python
+
 
 def run(chosen: str, folder: Path, source: Path) -> dict[str, Any]:
     """Run this program, and return what it prints."""
     folder.mkdir()
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, __file__, chosen, folder, source],
-        capture_output=True,
-        check=False,
-        cwd=root,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)},
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    command = (sys.executable, __file__, chosen, folder, source)
+    done = run_python(command, os.environ | OFFLINE, TORCH)
+    assert done.code == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
