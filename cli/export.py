@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,12 +11,18 @@ from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.cli.output import Output
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.export.export import Exported
     from blobstore.store.local import LocalStore
 
+_FIELDS = "folder files tensors shards bytes_written original=is_original seconds"
 
-@click.command("export", short_help="Write the files that a model was imported from.")
-@click.argument("name", type=arguments.MODEL)
+
+@click.command("export", short_help="Write the files that models were imported from.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL)
 @click.argument("folder", metavar="DIR", type=arguments.FOLDER)
 @options.shared("store")
 @click.option(
@@ -43,7 +49,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace an older folder of this model.")
 @options.shared("jobs", "json")
 def command(
-    name: str,
+    names: tuple[str, ...],
     folder: str,
     store: LocalStore,
     shard_size: int | None,
@@ -56,36 +62,66 @@ def command(
 ) -> None:
     """Write the files that the model NAME was imported from to the new folder DIR.
 
+    With several NAMEs, or a glob such as 'team/*', each model gets a folder of its own in DIR. If one
+    fails, the others follow.
+
     They are those of the source, byte for byte. If the import converted tensors or read a PyTorch
     checkpoint, the tensors are written to new safetensors files instead.
     """
     from blobstore.operations.export.export import export_model
     from blobstore.operations.export.ollama import export_to_ollama
+    from blobstore.store.name_patterns import is_pattern
 
-    model = arguments.model(store, name)
+    is_many = len(names) > 1 or is_pattern(names[0])
+    if is_many and layout == "ollama":
+        raise click.UsageError("--layout ollama takes one NAME")
     if layout == "ollama" and (shard_size or single or dequantize):
         raise click.UsageError("--layout ollama writes the files that Ollama had, and no others")
+    choices: dict[str, Any] = {
+        "store": store,
+        "shard_size": shard_size,
+        "single": single,
+        "dequantize": dequantize,
+        "force": force,
+        "jobs": jobs,
+    }
+    if is_many:
+        _export_many(arguments.models(store, names), folder, choices, out)
+        return
+    model = arguments.model(store, names[0])
     with progress_bar() as progress:
         if layout == "ollama":
             exported = export_to_ollama(model, folder, store=store, force=force, progress=progress)
         else:
-            exported = export_model(
-                model,
-                folder,
-                store=store,
-                shard_size=shard_size,
-                single=single,
-                dequantize=dequantize,
-                force=force,
-                jobs=jobs,
-                progress=progress,
-            )
-    fields = "folder files tensors shards bytes_written original=is_original seconds"
-    out.result(
-        {"name": model} | output.record(exported, fields),
+            exported = export_model(model, folder, progress=progress, **choices)
+    out.result({"name": model} | output.record(exported, _FIELDS), _as_text(model, exported))
+
+
+def _export_many(
+    models: Sequence[Reference], folder: str, choices: dict[str, Any], out: Output
+) -> None:
+    from blobstore.cli.transferred import show_many
+    from blobstore.operations.export.export import export_models
+
+    with progress_bar() as progress:
+        outcomes = export_models(models, folder, progress=progress, **choices)
+    done = [(one.name, one.result) for one in outcomes if one.result is not None]
+    show_many(
+        outcomes,
+        _FIELDS,
+        (_as_text(name, result) for name, result in done),
+        f"exported {render.count_of(len(done), 'model')} to {escape(folder)}: "
+        f"{render.human_bytes(sum(result.bytes_written for _, result in done))}",
+        out,
+        is_resumed=False,
+    )
+
+
+def _as_text(model: object, exported: Exported) -> str:
+    return (
         f"exported {model} to {escape(str(exported.folder))}: "
         f"{render.count_of(exported.tensors, 'tensor')} in "
         f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
         f"{render.human_bytes(exported.bytes_written)}, "
-        f"{'as in the source, ' * exported.is_original}{render.human_seconds(exported.seconds)}",
+        f"{'as in the source, ' * exported.is_original}{render.human_seconds(exported.seconds)}"
     )

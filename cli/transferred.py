@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from blobstore.cli.output import Output
-    from blobstore.operations.transfer.many import Transferred
+    from blobstore.core.outcomes import Outcome
 
 
 def show_many(
-    models: Sequence[Transferred[Any]],
+    models: Sequence[Outcome[Any]],
     fields: str,
     lines: Iterable[str],
     total: str,
     out: Output,
+    *,
+    is_resumed: bool = True,
 ) -> None:
     """Print what became of several models, and exit if any failed.
 
@@ -28,6 +30,7 @@ def show_many(
         lines: one for each model that succeeded, printed with --verbose.
         total: what was done in all.
         out: where to print.
+        is_resumed: whether the same command goes on where it stopped.
     """
     failed = [model for model in models if model.error is not None]
     if failed:
@@ -43,7 +46,7 @@ def show_many(
         for model in models
     ]
     out.result({"models": data, "seconds": out.seconds}, text)
-    if failed:
+    if failed and is_resumed:
         output.show_note("the same command goes on where it stopped")
     output.exit_with(
         (f"{model.name}: {model.error}" for model in failed),

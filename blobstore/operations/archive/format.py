@@ -168,16 +168,16 @@ def check_case(references: Iterable[Reference]) -> None:
     Raises:
         NameConflict: two do.
     """
-    spellings: dict[tuple[str, ...], tuple[str, ...]] = {}
+    first: dict[tuple[str, ...], Reference] = {}
     for reference in references:
         for count in (3, 4):  # a repository, and a tag of it
             parts = reference.parts[:count]
             folded = tuple(part.casefold() for part in parts)
-            first = spellings.setdefault(folded, parts)
-            if first != parts:
+            other = first.setdefault(folded, reference)
+            if other.parts[:count] != parts:
+                what = "" if count == 4 else "the repositories of "
                 raise NameConflict(
-                    f"{quote(reference)} and another name begin with {quote('/'.join(parts))} and "
-                    f"{quote('/'.join(first))}, which differ in case only: a store cannot have both"
+                    f"{what}{quote(other)} and {quote(reference)} differ in case only: a store cannot have both"
                 )
 
 

@@ -7,23 +7,30 @@ the target, synced, and renamed: the target is either absent or complete.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from blobstore.core.arguments import local_path
+from blobstore.core.escape import quote
+from blobstore.core.outcomes import Outcome, each_of
+from blobstore.core.targets import check_target
 from blobstore.core.workers import check_jobs
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.errors import BlobstoreError, NameConflict, UsageError
 from blobstore.folders import writer
 from blobstore.folders.files import files_of
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.models.contents import ModelContents
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +131,61 @@ def export_model(
         bytes_written=size,
         seconds=time.monotonic() - started,
     )
+
+
+def export_models(
+    references: Names,
+    folder: str | os.PathLike[str],
+    *,
+    store: StoreLike = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[Outcome[Exported]]:
+    """Write several models, each to a folder of its own below ``folder``, and return the outcome for each.
+
+    A folder has the name of the model, without what is before the last slash if that is equal in all names.
+    ``--`` stands for other slashes, and for the colon before a tag that is not ``latest``.
+
+    Args:
+        references: the models.
+        folder: the folder of these folders; it may exist.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        progress: called with the number of the model and its name, and the bytes of all models.
+        options: as for :func:`export_model`.
+
+    Raises:
+        ModelNotFound: the store has no such model; nothing is written.
+        NameConflict: two models would get one folder, at least where case is ignored; nothing is written.
+        BlobstoreError: the folder cannot be made.
+    """
+    local, names = LocalStore.of(store), Reference.all_of(references)
+    folders = _folder_names(names)
+    sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
+    target = local_path(folder)
+    try:
+        check_target(target)
+        target.mkdir(exist_ok=True)
+    except OSError as error:
+        raise BlobstoreError(f"cannot make {quote(target)}: {error.strerror}") from error
+
+    def export(number: int, step: Progress | None) -> Exported:
+        path = target / folders[number]
+        return export_model(names[number], path, store=local, progress=step, **options)
+
+    return list(each_of([str(name) for name in names], sizes, progress, export))
+
+
+def _folder_names(references: Sequence[Reference]) -> list[str]:
+    is_one_place = len({one.parts[:2] for one in references}) == 1
+    found: dict[str, Reference] = {}
+    names = []
+    for reference in references:
+        text = str(reference).removesuffix(f":{DEFAULT_TAG}")
+        name = re.sub("[/:]", "--", text.rpartition("/")[2] if is_one_place else text)
+        if (other := found.setdefault(name.casefold(), reference)) != reference:
+            raise NameConflict(
+                f"{quote(other)} and {quote(reference)} would both be in the folder {quote(name)}",
+                advice="export one of them to another folder",
+            )
+        names.append(name)
+    return names

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.outcomes import Outcome, each_of
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.transfer.many import Transferred, each_of
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NameUpdate, NewModel, NewSignature
 
@@ -123,7 +123,7 @@ def copy_models(
     store: LocalStore,
     progress: Progress | None = None,
     **options: Any,
-) -> list[Transferred[CopiedModel]]:
+) -> list[Outcome[CopiedModel]]:
     """Copy several models to another store under their own names, and return what became of each.
 
     Args:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
-from blobstore.core.progress import of_items
+from blobstore.core.outcomes import Outcome, each_of
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobstoreError,
-    InvalidReference,
-    MissingLibrary,
     ModelNotFound,
     NotFound,
     UsageError,
@@ -32,24 +30,13 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import is_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
 
 _MAX_NAME_PARTS: Final = 3
 _STREAMS: Final = 8
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transferred(Generic[_Result]):
-    """The outcome for one model: a result or an error."""
-
-    name: str
-    """The name here of a push or copy, the address of a pull."""
-    result: _Result | None = None
-    error: BlobstoreError | None = None
 
 
 def push_models(
@@ -60,7 +47,7 @@ def push_models(
     progress: Progress | None = None,
     registry: RegistryOptions = DEFAULT_OPTIONS,
     **options: Any,
-) -> list[Transferred[Pushed]]:
+) -> list[Outcome[Pushed]]:
     """Push several models, and return the outcome for each.
 
     Args:
@@ -108,7 +95,7 @@ def pull_models(
     prefix: str | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> list[Transferred[Pulled]]:
+) -> list[Outcome[Pulled]]:
     """Fetch several models, which get the names that they have there, and return the outcome for each.
 
     Models that have bases of others' compressed forms come first.
@@ -305,24 +292,3 @@ def place_of(remote: str, name: Reference) -> str:
     path = own.repository.removeprefix("library/")
     repository = f"{start.repository.removesuffix('/x')}/{path}"
     return f"oci://{RemoteReference(start.host, repository, name.tag)}"
-
-
-def each_of(
-    names: Sequence[str],
-    sizes: Sequence[int],
-    progress: Progress | None,
-    transfer: Callable[[int, Progress | None], _Result],
-) -> Iterator[Transferred[_Result]]:
-    """Yield the outcome for each model, one after the other. Raise errors that all of them would have."""
-    for number, name in enumerate(names):
-        step = of_items(progress, "models", names, sizes, number)
-        try:
-            result = transfer(number, step)
-        except MissingLibrary:
-            raise  # none of them could be transferred
-        except BlobstoreError as error:
-            if isinstance(error, UsageError) and not isinstance(error, InvalidReference):
-                raise  # an option is wrong, for all of them
-            yield Transferred(name=name, error=error)
-        else:
-            yield Transferred(name=name, result=result)

@@ -96,6 +96,7 @@ VARIANTS = {
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
+    "export GLOB": ("export", "*e*", "@folders"),
     "cp --to": ("cp", "dense", "--to", "@other"),
     "cp GLOB --to": ("cp", "*e*", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),

@@ -6,6 +6,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from blobstore.store.local import LocalStore
+from tests.support.frozen import put
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
@@ -87,3 +88,78 @@ def test_a_folder_with_other_files_is_never_replaced(
     assert f"has the file '{place}', which is not one of this model" in error
     assert sorted(out.rglob("*")) == before
     assert {path.name for path in out.parent.iterdir()} == {"dense", "out", "store"}
+
+
+# Several models
+
+
+@pytest.fixture
+def family(store: LocalStore) -> LocalStore:
+    """Three models of one namespace, and one of another."""
+    for number, name in enumerate(("team/a", "team/a:v1", "team/b", "other/b")):
+        put(store, name, {"x": number})
+    return store
+
+
+def test_each_of_several_models_gets_a_folder_of_its_own(
+    family: LocalStore, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shown = run("export", "team/*", out)
+    assert shown.stdout.startswith(f"exported 3 models to {out}: ")
+    assert sorted(path.name for path in out.iterdir()) == ["a", "a--v1", "b"]
+    for name, folder in (("team/a", "a"), ("team/a:v1", "a--v1"), ("team/b", "b")):
+        run("export", name, tmp_path / folder)
+        expected = (tmp_path / folder / "model.safetensors").read_bytes()
+        assert (out / folder / "model.safetensors").read_bytes() == expected
+
+    # Of several namespaces, each is in the name; one glob is several models, even if it matches one.
+    run("export", "team/b", "other/*", out)
+    assert {path.name for path in out.iterdir()} >= {"team--b", "other--b"}
+    run("export", "other/*", tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["b"]
+
+
+def test_one_model_that_fails_leaves_no_folder_and_the_others_follow(
+    family: LocalStore, tmp_path: Path
+) -> None:
+    layer = family.resolve("team/a").layers[0]
+    Path(family.blob_path(layer.digest)).unlink()
+    out = tmp_path / "out"
+    (out / "b").mkdir(parents=True)
+    (out / "b" / "mine").touch()
+    found = run_json("export", "team/*", out, exit_code=4)
+    assert [(model["name"], model["error"] is None) for model in found["models"]] == [
+        ("team/a:latest", False),
+        ("team/a:v1", True),
+        ("team/b:latest", False),
+    ]
+    assert "--force" in found["models"][2]["error"]
+    assert sorted(path.name for path in out.iterdir()) == ["a--v1", "b"]
+    assert [path.name for path in (out / "b").iterdir()] == ["mine"]
+    error = run("export", "team/*", out, exit_code=4).stderr
+    assert "blobstore: error: team/a:latest: " in error
+    assert "goes on where it stopped" not in error
+
+
+def test_two_models_of_one_folder_are_refused_before_anything_is_written(
+    family: LocalStore, tmp_path: Path
+) -> None:
+    for first, second in (("x/m:v1", "x/m--v1"), ("y/m:V1", "y/m--v1")):
+        put(family, first, {"x": 1})
+        put(family, second, {"x": 2})
+        error = run("export", first, second, tmp_path / "out", exit_code=1).stderr
+        assert f"{second}" in error
+        assert "would both be in the folder 'm" in error.lower()
+        assert not (tmp_path / "out").exists()
+
+
+def test_several_models_have_options_in_common(family: LocalStore, tmp_path: Path) -> None:
+    run("export", "team/a", "team/b", tmp_path / "out", "--single")
+    assert (
+        "takes one NAME"
+        in run("export", "team/*", tmp_path / "out", "--layout", "ollama", exit_code=2).stderr
+    )
+    assert "missing argument" in run("export", tmp_path / "out", exit_code=2).stderr.lower()
+    assert "exists already" in run("export", "team/*", tmp_path / "out", exit_code=1).stderr
+    run("export", "team/*", tmp_path / "out", "--force")

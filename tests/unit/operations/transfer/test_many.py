@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.outcomes import Outcome
 from blobstore.errors import (
     BlobMissing,
     MissingLibrary,
@@ -17,7 +18,6 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.operations.transfer.many import (
-    Transferred,
     find_remote_models,
     pull_models,
     push_models,
@@ -136,7 +136,7 @@ def test_a_dry_run_counts_what_models_share_once(
     planned = push_models(names, place, store=local, dry_run=True)
     pushed = push_models(names, place, store=local)
 
-    def sent(models: list[Transferred[Pushed]]) -> list[int]:
+    def sent(models: list[Outcome[Pushed]]) -> list[int]:
         return [model.result.bytes_sent for model in models if model.result]
 
     assert sent(planned) == sent(pushed)
