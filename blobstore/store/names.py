@@ -172,11 +172,11 @@ class Names:
         if any(one[:3] == repository for one in found):  # then only the tag can differ
             found = [one for one in found if one[:3] == repository and one[3].lower() == tag]
         if found and reference.parts not in found:
-            *repository_there, tag_there = found[0]  # a tag that no name has may lie there
-            existing = str(Reference(*repository_there, reference.tag)).rpartition(":")[0]
+            host, namespace, model, other_tag = found[0]  # a tag that no name has may lie there
+            existing = str(Reference(host, namespace, model, reference.tag)).rpartition(":")[0]
             raise NameConflict(
                 f"{quote(reference)} differs only in case from the existing "
-                f"{quote(f'{existing}:{tag_there}')}; use that spelling or another name"
+                f"{quote(f'{existing}:{other_tag}')}; use that spelling or another name"
             )
 
     # Giving names
