@@ -43,7 +43,6 @@ class Use:
     def __init__(self, model: _Model) -> None:
         self._model = model
         model.uses.add(self)
-        self()
 
     def __call__(self) -> None:
         """Note that bytes of it are sent."""

@@ -187,8 +187,8 @@ def _named(repository: Reference, what: str, library: Visible) -> Sequence[Remot
 
 def _derived_from(tag: str) -> Digest:
     """Return the digest of the manifest that clients derive a tag from, as ``sha256-….sig``. Raises InvalidDigest."""
-    start, separator, rest = tag.partition("-")
-    return Digest.parse(f"{start}:{rest.partition('.')[0]}" if separator else tag)
+    start, _, rest = tag.partition("-")
+    return Digest.parse(f"{start}:{rest.partition('.')[0]}")
 
 
 def _blob(request: Request, repository: Reference, digest: Digest, library: Visible) -> Response:

@@ -15,6 +15,7 @@ from blobstore.serve import blob_reader
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.messages import BlobPart, StoredPart
 from blobstore.store import verified_cache
+from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.descriptors import open_files
@@ -222,7 +223,7 @@ def test_an_intact_blob_that_the_disk_cannot_read_any_more_is_damaged_for_all(
 
 
 def test_a_cold_blob_that_could_not_be_decoded_is_hashed_whatever_is_known_of_it(
-    store: LocalStore, reader: BlobReader, hashed: list[int]
+    store: LocalStore, reader: BlobReader, hashed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, "model", {"a": 1})
     freeze_models(["model"], store=store)
@@ -232,6 +233,17 @@ def test_a_cold_blob_that_could_not_be_decoded_is_hashed_whatever_is_known_of_it
     reader.verify_again(part)
     assert is_verified(reader, part)
     assert hashed == [part.size] * 2
+
+    def lost(*_: object) -> None:
+        raise BlobDamaged("lost")
+
+    monkeypatch.setattr(ColdBlob, "read_into", lost)
+    with pytest.raises(BlobDamaged, match="lost"):
+        reader.verify_again(part)
+    for again in (reader, BlobReader(store, hashed.append)):
+        assert not is_verified(again, part)
+        with pytest.raises(BlobDamaged, match="lost"):
+            again.verify(part.digest, part.size)
 
 
 def test_a_cold_file_that_the_disk_cannot_read_any_more_is_damaged(

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.serve.hub_files import date_of
 from blobstore.serve.library import Library
+from blobstore.serve.visible import Visible
 from blobstore.store.local import LocalStore
 from tests.support.folders import contents
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -98,6 +101,7 @@ def test_pages_of_a_tree_are_all_of_it(library: Library) -> None:
     for _ in range(20):
         response = ask(library, target, headers={"host": "127.0.0.1:8080"})
         found += json_of(response)
+        assert 1 <= len(json_of(response)) <= 2
         if "Link" not in response.headers:
             break
         match = re.fullmatch(
@@ -485,6 +489,20 @@ def test_a_version_has_the_date_of_its_own_name(library: Library, store: LocalSt
     assert {one["lastModified"] for one in json_of(ask(library, "/api/models?search=tags"))} == {
         "2023-11-14T22:13:20.000Z"
     }
+
+
+def test_a_damaged_model_is_listed_without_a_description(library: Library) -> None:
+    create(library.store.root.parent / "source", "org/sound", store=library.store)
+    path = library.store.manifest_path("org/model")
+    path.chmod(0o600)
+    path.write_bytes(b"{}")
+    found = {one["id"]: one for one in json_of(ask(library, "/api/models"))}
+    assert (found["org/model"]["tags"], found["org/sound"]["tags"] != []) == ([], True)
+
+
+def test_a_model_that_is_not_in_the_store_has_the_first_date(library: Library) -> None:
+    none = Reference.parse("org/none:v1")
+    assert date_of(none, Visible.of(library)) == "1970-01-01T00:00:00.000Z"
 
 
 def test_access_is_checked_without_a_file(library: Library) -> None:

@@ -11,6 +11,7 @@ from blobstore.core.limits import Crowded, Memory
 from blobstore.errors import DamagedSource
 from blobstore.serve import import_memory
 from blobstore.serve.import_memory import ImportMemory
+from tests.support.descriptors import open_files
 from tests.support.gguf_files import gguf_file
 
 INDEX = b'{"weight_map":{"a":"b.safetensors"}}'
@@ -87,6 +88,7 @@ def test_headers_of_weight_files_are_held_and_not_their_tensors(
     held.hold(path)
     assert memory.taken == strict_json.memory_of(header)
     held.hold(gguf)
+    assert not open_files(path.parent)
     assert memory.taken > strict_json.memory_of(header) + import_memory._PER_TENSOR
 
 

@@ -95,6 +95,7 @@ def test_blobs_stay_leased_while_the_lease_is_replaced(
 def test_only_the_models_that_are_named_lose_their_blobs(protection: Protection) -> None:
     for model, blob in ((FIRST, A), (SECOND, B)):
         protection.add(model, [blob])
+        assert protection.touch(model)
     assert protection.end_idle(0, [SECOND, Digest.of(b"none")]) == [SECOND]
     assert leased(protection) == {A}
 

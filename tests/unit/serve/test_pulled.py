@@ -44,6 +44,7 @@ def test_a_record_survives_the_process(store: LocalStore) -> None:
     assert again.all() == [ORIGIN]
     assert again.of_repository("org/model") == [ORIGIN]
     assert again.of_repository("org/other") == []
+    again.own()  # so that it does not read them again
     again.forget(ORIGIN)
     assert again.all() == PulledModels(store).all() == []
 
@@ -73,6 +74,10 @@ def test_the_last_use_survives_the_process(store: LocalStore) -> None:
     assert pulled.last_use(ORIGIN) == 1000
     pulled.touch(ORIGIN)
     assert PulledModels(store).last_use(ORIGIN) > 1000
+    os.utime(path, (1000, 1000))
+    pulled.touch(ORIGIN)
+    assert path.stat().st_mtime == 1000, "it is not written for each request"
+    assert pulled.last_use(ORIGIN) > 1000
 
 
 RECORDS = (

@@ -15,6 +15,7 @@ from blobstore.registry.manifest import ACCEPTED, DOCKER_MANIFEST, OCI_INDEX, OC
 from blobstore.remotes.cold_layers import BLOB_DIGEST, COLD
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Response, StoredPart
+from blobstore.signatures import cosign
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -222,6 +223,22 @@ def test_a_signature_refers_to_its_model(library: Library, tmp_path: Path) -> No
     none = ask(library, f"{target}?artifactType=none")
     assert json_of(none)["manifests"] == []
     assert none.headers["OCI-Filters-Applied"] == "artifactType"
+
+
+def test_signatures_for_cosign_have_a_tag_of_the_digest(library: Library) -> None:
+    before = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    digest = Digest.parse(before.headers["Docker-Content-Digest"])
+    target = f"/v2/org/model/manifests/sha256-{digest.hex}.sig"
+    assert ask(library, target, headers=ALL).status == 404
+    key = Digest.of(library.store.read_manifest("org/model"))
+    signature = cosign.write_signature(cosign.payload("host/model", digest, 1), b"signed")
+    library.store.keep_signature(key, signature, is_verified=True)
+    (layer,) = json_of(ask(library, target, headers=ALL))["layers"]
+    blob = ask(library, f"/v2/org/model/blobs/{layer['digest']}")
+    assert digest.hex.encode() in body_of(library.store, blob)
+    for other in (f"sha256-{'0' * 64}.sig", f"sha256-{digest.hex}.att", f"{digest.hex}.sig"):
+        none = ask(library, f"/v2/org/model/manifests/{other}", headers=ALL)
+        assert none.status == 404, other
 
 
 def test_errors_are_those_of_registries(library: Library) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
-from blobstore.serve.library import Library
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.serve.library import Library, ServedModel
+from blobstore.serve.messages import Content
 from blobstore.serve.pulled import Origin
 from blobstore.serve.unprepared import prepared
 from blobstore.serve.visible import Visible
+from blobstore.sources.hub_listing import ListedFile
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
@@ -80,6 +84,60 @@ def test_no_question_finds_what_is_restricted_before_it_was_prepared(library: Li
     assert not library._artifacts.values()
     assert not library._models.values(), "nothing is prepared that is not seen"
     assert all(seen(Visible.of(library, (NAME, ""))).values())
+
+
+def test_a_repository_is_there_for_those_who_see_a_version(library: Library) -> None:
+    assert prepared(lambda: Visible.of(library).has(FETCHED))
+    library.pulled.note_public(NAME, is_public=False)
+    assert prepared(lambda: Visible.of(library).has(FETCHED)), "the store's own version"
+    remove_models([MINE], store=library.store)
+    assert not prepared(lambda: Visible.of(library).has(FETCHED))
+    assert prepared(lambda: Visible.of(library, (NAME, "")).has(FETCHED))
+
+
+def test_a_version_that_arrives_is_seen_as_one_of_the_store(library: Library) -> None:
+    other, commit = Reference.parse("org/arriving:v1"), "b" * 40
+    origin = Origin("org/arriving", commit)
+    library.arriving[other] = arriving = ServedModel(Digest.of(b""), None, {}, None, origin)
+    library.pulled.keep(origin, is_public=False)
+    for opened, expected in ((("", ""), None), (("org/arriving", ""), arriving)):
+        visible = Visible.of(library, opened)
+        assert prepared(lambda: visible.model(other)) is expected  # noqa: B023
+        assert prepared(lambda: visible.at_commit(other, commit)) is expected  # noqa: B023
+        assert prepared(lambda: visible.at_commit(other, COMMIT)) is None  # noqa: B023
+        assert prepared(lambda: visible.has(other)) == (expected is not None)  # noqa: B023
+        assert (other in prepared(lambda: visible.tags(other))) == (expected is not None)  # noqa: B023
+        assert (other in prepared(lambda: visible.commits(other))) == (expected is not None)  # noqa: B023
+
+
+def test_files_that_the_store_lacks_are_those_of_clients_that_can_get_them(
+    library: Library,
+) -> None:
+    others = {
+        "large.bin": ListedFile("large.bin", 5, "sha256", "c" * 64),
+        "notes.txt": ListedFile("notes.txt", 3, "sha1", "d" * 40),
+    }
+    library.pulled.keep(Origin(NAME, COMMIT, others=others), is_public=True)
+    content = Content.absent(5)
+    fetching = replace(Visible.of(library), _fetch=lambda _, file: content)
+
+    def model(visible: Visible, **options: bool) -> ServedModel:
+        found = prepared(lambda: visible.model(FETCHED, **options))
+        assert found is not None
+        return found
+
+    assert "large.bin" not in model(Visible.of(library)).files
+    found = model(fetching)
+    assert found.files["large.bin"].size == 5
+    assert found.digests is None
+    assert model(fetching) is found
+    known = model(fetching, with_digests=True)
+    assert known.digests is not None
+    assert known.digests["large.bin"].hex == "c" * 64
+    assert "notes.txt" not in known.digests
+    assert model(fetching) is known
+    assert fetching.content(known, "large.bin") is content
+    assert fetching.content(known, "model.safetensors") is known.files["model.safetensors"]
 
 
 def test_nothing_that_is_restricted_is_described_ahead(
