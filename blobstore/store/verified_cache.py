@@ -147,12 +147,16 @@ class VerifiedBlobs:
 
     def save(self) -> None:
         """Write the new entries, or do nothing if the store cannot be written."""
+        was_created = False
         with contextlib.suppress(OSError):
             while self._new:
                 with _opened(self._path, os.O_RDWR) as table:
                     self._new = table.put(self._new) if table else self._new
-                    if not self._new or (table and table.pages >= _MAX_PAGES):
+                    # Some file systems give new files another owner, or let everyone write to them.
+                    is_useless = table.pages >= _MAX_PAGES if table else was_created
+                    if not self._new or is_useless:
                         break
+                    was_created = table is None
                     self._grow(table)
 
     def _grow(self, old: _Table | None) -> None:

@@ -344,6 +344,21 @@ def test_a_full_cache_does_not_grow_beyond_its_limit(
     assert not has(store)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_system_that_gives_new_files_away_has_no_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def replace(source: str, target: str) -> None:
+        real(source, target)
+        os.chown(target, sandbox.NOBODY, -1)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    note(store)
+    assert not has(store)
+
+
 def test_an_entry_is_read_and_written_without_reading_the_others(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
