@@ -52,15 +52,24 @@ def command(
     records = output.records(models, fields)
     for record, model in zip(records, models, strict=True):
         record["manifest"] = str(model.manifest)
+    notes = []
+    if alone:
+        notes.append(
+            f"nothing says where {join_some(alone, _MAX_LISTED)} can be fetched; push "
+            f"{'it' if len(alone) == 1 else 'them'}, and give --remote"
+        )
+    signed = [
+        quote(model.reference)
+        for model in models
+        if model.repository and any(store.signatures(model.manifest))
+    ]
+    if signed:
+        notes.append(
+            f"sync fetches {join_some(signed, _MAX_LISTED)} from the Hub, without the signatures here; "
+            "push what is signed, and pull it before it is locked"
+        )
     out.result(
         {"path": file, "models": records},
         f"wrote {render.cell(file)}: {render.count_of(len(models), 'model')}",
-        notes=[
-            (
-                f"nothing says where {join_some(alone, _MAX_LISTED)} can be fetched; push "
-                f"{'it' if len(alone) == 1 else 'them'}, and give --remote"
-            )
-        ]
-        if alone
-        else [],
+        notes=notes,
     )

@@ -51,6 +51,8 @@ def command(
             plain_http=plain_http,
             jobs=jobs,
         )
+    for model in models:
+        output.show_note(*model.notices)
     failed = [model for model in models if model.error is not None]
     different = [model for model in models if model.state in ("missing", "other model")]
     rows = [

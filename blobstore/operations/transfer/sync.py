@@ -56,6 +56,8 @@ class SyncedModel:
     """Of the manifest that the name had before; None if there was none, or it cannot be read."""
     error: BlobstoreError | None = None
     """Why it could not be fetched."""
+    notices: tuple[str, ...] = ()
+    """What the transfer has to say about it, such as signatures that are not kept."""
 
 
 def lock_models(
@@ -175,8 +177,9 @@ def sync_models(
             # Compared under the lock: the name may have been given since the check above.
             old = ANYTHING if replace_others else ABSENT
             update = NameUpdate(model.reference, old, model.manifest)
-            _fetch(local, model, update, step, options)
-            results[number] = replace(result, state="fetched" if is_new else "replaced")
+            notices = _fetch(local, model, update, step, options)
+            state: State = "fetched" if is_new else "replaced"
+            results[number] = replace(result, state=state, notices=notices)
         except BlobstoreError as failure:
             results[number] = replace(result, error=failure)
     return results
@@ -231,16 +234,17 @@ def _fetch(
     update: NameUpdate,
     progress: Progress | None,
     options: dict[str, Any],
-) -> None:
-    """Fetch a model, which gets its name only if it has the manifest that the lock file says."""
+) -> tuple[str, ...]:
+    """Fetch a model, which gets its name only if it has the manifest that the lock file says; return notices."""
     if model.remote:
-        pull_model(model.remote, update, store=store, progress=progress, **options)
-    elif model.repository:
-        source = f"hf://{model.repository}@{model.commit}"
-        wanted = ImportOptions.from_json(model.options).arguments
-        create(source, update, store=store, progress=progress, **wanted)
-    else:
+        done = pull_model(model.remote, update, store=store, progress=progress, **options)
+        return done.notices
+    if not model.repository:
         raise UnsupportedSource(
             f"the lock file does not say where {quote(model.reference)} comes from",
             advice="push it, and lock it with --remote",
         )
+    source = f"hf://{model.repository}@{model.commit}"
+    wanted = ImportOptions.from_json(model.options).arguments
+    create(source, update, store=store, progress=progress, **wanted)
+    return ()

@@ -10,6 +10,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, NotFound, UnsupportedSource
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.maintenance.names import copy_model
+from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.operations.transfer.many import push_models
 from blobstore.operations.transfer.pull import pull_model
@@ -19,6 +20,7 @@ from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.models import add_blobs
 from tests.support.registry import Server
+from tests.support.signing import key_files, policy
 
 
 @pytest.fixture
@@ -165,3 +167,19 @@ def test_a_name_whose_manifest_is_damaged_is_fetched_again(
     assert states(locked, other, check=True) == ["missing"]
     assert states(locked, other) == ["fetched"]
     assert other.read_manifest("one") == local.read_manifest("one")
+
+
+def test_signatures_come_along_and_a_notice_counts_those_that_are_not_kept(
+    local: LocalStore, bucket: str, other: LocalStore, tmp_path: Path
+) -> None:
+    ours, theirs = (key_files(tmp_path, name) for name in ("ours", "theirs"))
+    for key in (ours, theirs):
+        sign_model("one", key.private, store=local)
+    push_model("one", bucket, store=local)
+    locked = lock_models(["one"], remote=bucket, store=local)
+    policy(other, ours)
+    (synced,) = sync_models(locked, store=other)
+    assert len(list(other.signatures(synced.manifest))) == 2
+    assert synced.notices == (
+        "one:latest: signatures that came with it and are not kept: 2 (no key of the policy made them)",
+    )
