@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)")
 _PICTURE = re.compile(r"^!\[[^\]]+\]\((\S+)\.png\)$", re.MULTILINE)
 _HELP = re.compile(r"On the site, the texts follow\.\s+<!-- help of all commands -->")
-_NOTEBOOK = re.compile(r".*<!-- notebook (\S+) -->", re.DOTALL)
+_NOTEBOOK = re.compile(r"\A.*<!-- notebook (\S+) -->", re.DOTALL)
 _NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 
 
