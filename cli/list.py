@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.cli.output import Output
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.list import ListedModel
     from blobstore.remotes.catalog import RemoteEntry
     from blobstore.store.local import LocalStore
@@ -61,20 +63,25 @@ def command(
     that cannot be read is reported, and the exit code is then 1. With --verbose, SIGNED BY says who
     signed a model, as far as the keys of the policy can verify it.
     """
-    from blobstore.operations.describe.list import list_models
+    from blobstore.operations.describe.list import choose_models
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
         _show_remote(patterns, plain_http, order, out)
         return
     unreadable: list[StoreError] = []
-    models: Sequence[ListedModel] = list_models(
-        store=store,
+
+    def is_chosen(reference: Reference, digest: Digest | None) -> bool:
+        return not patterns or any(_matches(reference, digest, one) for one in patterns)
+
+    models: Sequence[ListedModel] = choose_models(
+        store,
+        is_chosen,
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
         on_error=unreadable.append,
     )
-    models = _selected(models, patterns, unreadable)
+    _check_found(store, models, patterns, unreadable)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     out.result(
@@ -156,43 +163,41 @@ def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) ->
     return {"models": shown, "unreadable": list(map(str, unreadable))}
 
 
-def _selected(
-    models: Sequence[ListedModel], patterns: Sequence[str], unreadable: Sequence[StoreError]
-) -> Sequence[ListedModel]:
-    """Return the models that any pattern matches; all if there are no patterns."""
+def _check_found(
+    store: LocalStore,
+    models: Sequence[ListedModel],
+    patterns: Sequence[str],
+    unreadable: Sequence[StoreError],
+) -> None:
+    """Check that each pattern matches one of the models."""
     for pattern in patterns:
-        if not any(_matches(model, pattern) for model in models):
+        if not any(_matches(model.reference, model.digest, pattern) for model in models):
             if unreadable:  # which may have it
                 raise unreadable[0]
             raise ModelNotFound(
                 f"no model matches {quote(pattern)}",
                 advice=arguments.address_advice(pattern)
                 or arguments.shown_path_advice(pattern)
-                or _similar(pattern, models),
+                or _similar(pattern, store),
             )
-    return [
-        model
-        for model in models
-        if not patterns or any(_matches(model, pattern) for pattern in patterns)
-    ]
 
 
-def _matches(model: ListedModel, pattern: str) -> bool:
+def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:
     from blobstore.manifests.reference import name_matches
     from blobstore.store.name_patterns import id_start, is_pattern
 
     start = id_start(pattern)
-    if model.digest is not None and start and model.digest.hex.startswith(start):
+    if digest is not None and start and digest.hex.startswith(start):
         return True
     globs = [pattern] if is_pattern(pattern) else [pattern, f"{pattern}:*"]
-    return any(name_matches(model.reference, text) for text in globs)
+    return any(name_matches(reference, text) for text in globs)
 
 
-def _similar(pattern: str, models: Sequence[ListedModel]) -> str:
+def _similar(pattern: str, store: LocalStore) -> str:
     from blobstore.manifests.reference import Reference, similar_names
 
     with contextlib.suppress(InvalidReference):  # a glob
-        return similar_names(Reference.parse(pattern), [model.reference for model in models])
+        return similar_names(Reference.parse(pattern), store.references())
     return ""
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """With which files of strangers are opened: a pipe must not make a program wait."""
+_OWN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _ROOT_USER = 0
 
 
@@ -103,6 +104,22 @@ def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:
         os.close(descriptor)
         raise BlobstoreError(f"{quote(path)} is not a regular file")
     return descriptor, status.st_size
+
+
+@contextlib.contextmanager
+def open_own(path: Path, access: int = os.O_RDONLY) -> Iterator[int | None]:
+    """Open a cache that only this user could have written while the block runs; give None if there is none."""
+    try:
+        descriptor, _ = check_regular(os.open(path, access | _OWN_FLAGS), path)
+    except (OSError, BlobstoreError):
+        yield None
+        return
+    try:
+        found = os.fstat(descriptor)
+        is_own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        yield descriptor if is_own else None
+    finally:
+        os.close(descriptor)
 
 
 def allocated(status: os.stat_result) -> int:

@@ -11,6 +11,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE
 from blobstore.manifests.model import PUBLISHED_SCHEME
 
 if TYPE_CHECKING:
+    from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
     from blobstore.store.protocols import BlobDescriber
 
@@ -20,11 +21,15 @@ def published_scheme(store: BlobDescriber, manifest: Manifest) -> str:
 
     It is a text of the source, which is not trusted. A config that cannot be read says nothing.
     """
-    config = manifest.config
+    return scheme_in(store, manifest.config.id)
+
+
+def scheme_in(store: BlobDescriber, config: BlobId) -> str:
+    """Return the same of the model with that config."""
     if config.size > MAX_CONFIG_SIZE:
         return ""
     with contextlib.suppress(BlobstoreError, ValueError):
-        value = strict_json.loads_any(store.read_blob(config.digest, config.size))
+        value = strict_json.loads_any(store.read_blob(*config))
         scheme = value.get(PUBLISHED_SCHEME) if isinstance(value, dict) else None
         return scheme if isinstance(scheme, str) else ""
     return ""

@@ -104,7 +104,7 @@ def _freed_groups(
         size = disk.blobs.sizes.get(digest)
         if size is None:
             continue
-        if disk.holdings.counts[digest] == 1:
+        if disk.holdings.counts[disk.blobs.references.number(digest)] == 1:
             kind = "cold" if digest in disk.blobs.cold else "unique"
             unique[models[0]][kind].append(size)
         else:

@@ -105,6 +105,10 @@ class Layout:
         """Return the path of a user's cache of blobs that were verified."""
         return self.headers.parent / f"verified-{user}"
 
+    def references(self, user: int) -> Path:
+        """Return the path of what a user has read of manifests; see :mod:`blobstore.store.references`."""
+        return self.headers.parent / f"references-{user}"
+
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""
         return self.manifests.joinpath(*reference.parts)

@@ -29,6 +29,7 @@ from blobstore.store.manifests import ManifestReader
 from blobstore.store.names import Names
 from blobstore.store.notes import pack, unpack
 from blobstore.store.partial import bytes_done, remove_partial
+from blobstore.store.references import References
 from blobstore.store.remote_cache import RemoteCache
 from blobstore.store.signatures import Signatures
 from blobstore.store.verified_cache import VerifiedBlobs
@@ -280,6 +281,10 @@ class LocalStore(ManifestReader):
     def verified_blobs(self) -> VerifiedBlobs:
         """Return the cache of the blobs that this user has found intact."""
         return VerifiedBlobs(self)
+
+    def known_references(self) -> References:
+        """Return what this user has read of manifests."""
+        return References(self._layout.references(os.geteuid()))
 
     def read_note(self, kind: NoteKind, key: Digest) -> bytes | None:
         """Return what :meth:`write_note` stored of a kind under ``key``, or None."""

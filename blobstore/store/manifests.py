@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
-from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound, StoreError
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidManifest,
+    InvalidReference,
+    ModelNotFound,
+    StoreError,
+)
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
@@ -19,6 +25,7 @@ from blobstore.store.scan import is_folder, list_names, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.manifests.descriptor import PlainDescriptors
 
@@ -165,10 +172,9 @@ class ManifestReader(BlobReader):
                     if on_error is None:
                         raise
                     on_error(error)
-        for file in sorted(map(Path, files)):
-            reference = self.reference_of(file)
-            if reference is not None:
-                yield reference
+        for _, host, namespace, model, tag in sorted(file.rsplit("/", 4) for file in files):
+            with contextlib.suppress(InvalidReference):  # a file of something else
+                yield Reference(host, namespace, model, tag)
 
     def spellings(self, repository: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of all tags of the repositories that differ from this one in case at most.

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidDigest, StoreError
+from blobstore.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from pathlib import Path
+
+
+_BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
 
 
 def list_names(folder: str | Path) -> list[str]:
@@ -63,6 +67,20 @@ def walk_files(folder: str | Path, without: Collection[str] = ()) -> Iterator[os
             yield from walk_files(entry.path, without)
 
 
+def each_file(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    """Yield what :func:`walk_files` does, in any order and one at a time, for folders with very many files."""
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                interrupts.check()
+                if entry.is_dir(follow_symlinks=False):
+                    yield from walk_files(entry.path)
+                else:
+                    yield entry
+    except OSError as error:
+        _check_absent(folder, error)
+
+
 def is_folder(path: str) -> bool:
     """Return whether a path is a folder or a symbolic link to one.
 
@@ -79,7 +97,5 @@ def is_folder(path: str) -> bool:
 
 def digest_of(name: str) -> Digest | None:
     """Return the digest that the name of a blob's file spells, None for other files."""
-    try:
-        return Digest.parse(name.replace("-", ":", 1))
-    except InvalidDigest:
-        return None
+    match = _BLOB.fullmatch(name)
+    return None if match is None else Digest(match[1])

@@ -34,7 +34,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion, check_regular, read_exactly, replacing, write_all
+from blobstore.core.files import FileVersion, open_own, read_exactly, replacing, write_all
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ _RECORD: Final = struct.Struct("<32s3Q2q")
 _SLOT: Final = _RECORD.size + 4
 """Bytes of a record and its checksum. A page holds up to 53."""
 _EMPTY: Final = bytes(_SLOT)
-_OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MARGIN_NS = 3 * 10**9
 """More than the coarsest clock of any file system, two seconds on FAT."""
-_OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class BlobState(NamedTuple):
@@ -266,20 +264,14 @@ class _Table:
 @contextlib.contextmanager
 def _opened(path: Path, access: int = os.O_RDONLY) -> Iterator[_Table | None]:
     """Open a cache file; give None if there is none that this user has written and nobody else could."""
-    try:
-        descriptor, size = check_regular(os.open(path, access | _OPEN_FLAGS), path)
-    except (OSError, BlobstoreError):
-        yield None
-        return
-    try:
-        found = os.fstat(descriptor)
+    with open_own(path, access) as descriptor:
+        size = 0 if descriptor is None else os.fstat(descriptor).st_size
         pages = size // _PAGE - 1
-        is_ours = found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_CAN_WRITE
         is_whole = pages > 0 and pages & (pages - 1) == 0 and size == (1 + pages) * _PAGE
-        is_whole = is_whole and read_exactly(descriptor, _PAGE, 0) == _HEADER
-        yield _Table(descriptor, pages) if is_ours and is_whole else None
-    finally:
-        os.close(descriptor)
+        if descriptor is None or not is_whole or read_exactly(descriptor, _PAGE, 0) != _HEADER:
+            yield None
+        else:
+            yield _Table(descriptor, pages)
 
 
 def _find(page: bytes | bytearray, start: bytes) -> int | None:

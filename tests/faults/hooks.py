@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CACHE = re.compile(r"/\.blobstore/(claims|cold-index|headers|remotes|verified-)")
+_CACHE = re.compile(r"/\.blobstore/(claims|cold-index|headers|remotes|references-|verified-)")
 _INTERRUPTIONS = 0.02
 """How many calls another process comes before."""
 _LONGEST = 0.05

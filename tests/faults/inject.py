@@ -52,7 +52,7 @@ FAULTS = {
 }
 """What happens to each kind of call. Those that a command does not make are left out."""
 _CHANGES = re.compile(r"O_CREAT|O_WRONLY|O_RDWR")
-_CACHE = re.compile(r"/\.blobstore/(headers|remotes|verified-|\.\d+-\w+\.tmp)")
+_CACHE = re.compile(r"/\.blobstore/(headers|remotes|references-|verified-|\.\d+-\w+\.tmp)")
 _CODE = re.compile(r"\.(py|so)\b|__pycache__")
 """Modules that Python loads when they are needed first."""
 _LEASE = re.compile(r"/\.blobstore/(lock|leases/)")

@@ -217,7 +217,7 @@ def _leftovers(root: Path) -> Iterator[str]:
         yield f"gc has left {path.relative_to(root)}"
         path.unlink()  # told once
     for entry in _entries(root / ".blobstore"):
-        if entry.name not in _OURS and not entry.name.startswith("verified-"):
+        if entry.name not in _OURS and not entry.name.startswith(("verified-", "references-")):
             yield f"a foreign file {entry.path}"
     for folder, inner, files in os.walk(root / "manifests", topdown=False):
         if not inner and not files and Path(folder) != root / "manifests":

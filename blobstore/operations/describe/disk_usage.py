@@ -7,10 +7,9 @@ are opened that the index of cold blobs does not list, or that no manifest refer
 from __future__ import annotations
 
 import contextlib
-import itertools
 import stat
-from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import allocated
@@ -21,7 +20,7 @@ from blobstore.store.copies import copies
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
-from blobstore.store.scan import digest_of, walk_files
+from blobstore.store.scan import digest_of, each_file, walk_files
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
     from blobstore.store.catalog import CatalogEntry
     from blobstore.store.layout import Folder
+    from blobstore.store.references import References
 
 
 class Space(NamedTuple):
@@ -149,30 +149,34 @@ def measure_usage(
     return usage_of(read_disk(store), asked)
 
 
-class StoreDisk(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class StoreDisk:
     """The manifests of a store and the files of its blobs, as they were at one time."""
 
     store: LocalStore
     entries: Mapping[Reference, CatalogEntry]
-    needs: Mapping[Reference, Mapping[Digest, int]]
-    """The blobs of each manifest with their sizes in it; none if it cannot be read."""
     holdings: Holdings
     blobs: DiskBlobs
 
+    @cached_property
+    def needs(self) -> Mapping[Reference, Mapping[Digest, int]]:
+        """The blobs of each manifest with their sizes in it; none if it cannot be read."""
+        return {name: entry.blobs for name, entry in self.entries.items()}
+
     def owners(self) -> dict[Digest, list[int]]:
         """Return the positions in :attr:`entries` of the names whose manifests list each blob."""
-        return self._places(self.needs)
+        return self._places({name: _blobs(entry) for name, entry in self.entries.items()})
 
     def holders(self) -> dict[Digest, list[int]]:
         """Return the positions of the names that keep each blob, those that need it as a base included."""
         return self._places(self.holdings.of)
 
-    def _places(self, blobs_of: Mapping[Reference, Iterable[Digest]]) -> dict[Digest, list[int]]:
-        found: dict[Digest, list[int]] = {}
+    def _places(self, blobs_of: Mapping[Reference, Iterable[int]]) -> dict[Digest, list[int]]:
+        found: dict[int, list[int]] = {}
         for place, name in enumerate(self.entries):
-            for digest in blobs_of[name]:
-                found.setdefault(digest, []).append(place)
-        return found
+            for number in blobs_of[name]:
+                found.setdefault(number, []).append(place)
+        return {self.holdings.references.digest(number): places for number, places in found.items()}
 
 
 def read_disk(store: LocalStore) -> StoreDisk:
@@ -181,19 +185,23 @@ def read_disk(store: LocalStore) -> StoreDisk:
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    entries = {entry.reference: entry for entry in read_catalog(store)}
-    needs = {name: entry.blobs for name, entry in entries.items()}
-    holdings = Holdings(store, entries.values())
-    blobs = _measure_blobs(store, _expected_sizes(needs.values()))
-    return StoreDisk(store, entries, needs, holdings, blobs)
+    entries = read_catalog(store)
+    holdings = Holdings(store, entries)
+    return StoreDisk(
+        store=store,
+        entries={entry.reference: entry for entry in entries},
+        holdings=holdings,
+        blobs=_measure_blobs(store, holdings.references, entries),
+    )
 
 
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
     """Return the disk usage of some models, or all, of a store that was read."""
-    store, entries, needs, holdings, blobs = disk
+    store, entries, holdings, blobs = disk.store, disk.entries, disk.holdings, disk.blobs
     chosen = [entries[name] for name in references or entries if name in entries]
-    held = set().union(*holdings.of.values())
-    together = set().union(*(holdings.of[entry.reference] for entry in chosen))
+    held = set[int]().union(*holdings.of.values())
+    needed = set[int]().union(*map(_blobs, entries.values()))
+    together = set[int]().union(*(holdings.of[entry.reference] for entry in chosen))
     downloads: list[int] = []
     locks: list[int] = []
     for entry, status in _files(store.folder("partial")):
@@ -206,25 +214,24 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         models=tuple(
             ModelUsage(
                 reference=entry.reference,
-                blobs=len(needed),
+                blobs=len(_blobs(entry)),
                 size=blobs.space(holdings.of[entry.reference]).size,
                 unique=blobs.space(holdings.freed([entry.reference])).size,
-                faults=tuple(_faults(store, blobs, needed)),
+                faults=tuple(_faults(store, blobs, entry)),
                 error=entry.error,
             )
             for entry in chosen
-            for needed in [needs[entry.reference]]
         ),
         together=blobs.space(together),
         together_unique=blobs.space(holdings.freed(entry.reference for entry in chosen)),
-        cold=_total(blobs.cold.values()),
+        cold=_total(blobs.cold_sizes.values()),
         saved=blobs.saved,
         names=len(entries),
         unreadable=tuple(entry.error for entry in entries.values() if entry.error is not None),
         referenced=blobs.space(held),
         without_sharing=sum(blobs.space(held).size for held in holdings.of.values()),
-        bases=blobs.space(held.difference(*needs.values())),
-        unreferenced=blobs.space(blobs.sizes.keys() - holdings.counts.keys()),
+        bases=blobs.space(held - needed),
+        unreferenced=blobs.space(blobs.all_sizes.keys() - holdings.counts.keys()),
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),
         temporary=_space_of(parts["temporary"]),
@@ -234,86 +241,109 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
             [
                 *_sizes(store.folder("headers").parent, parts.values()),
                 *locks,
-                *(blobs.sizes.get(digest, 0) for digest in holdings.cached - held),
+                *(blobs.all_sizes.get(number, 0) for number in holdings.cached - held),
             ]
         ),
         copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
     )
 
 
-class DiskBlobs(NamedTuple):
-    """The content of the folders of blobs."""
+@dataclass(frozen=True, kw_only=True)
+class DiskBlobs:
+    """The content of the folders of blobs. Blobs have the numbers of the store's manifests."""
 
-    sizes: Mapping[Digest, int]
+    references: References
+    all_sizes: Mapping[int, int]
     """Bytes of all blobs, hot and cold."""
-    cold: Mapping[Digest, int]
+    cold_sizes: Mapping[int, int]
     """Bytes of the cold blobs, and of bases whose hot file is gone."""
     saved: int
-    doubtful: AbstractSet[Digest]
+    doubtful: AbstractSet[int]
     """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
 
-    def space(self, digests: Iterable[Digest]) -> Space:
+    @cached_property
+    def sizes(self) -> Mapping[Digest, int]:
+        """The same as ``all_sizes`` by digest."""
+        return {self.references.digest(number): size for number, size in self.all_sizes.items()}
+
+    @cached_property
+    def cold(self) -> Mapping[Digest, int]:
+        """The same as ``cold_sizes`` by digest."""
+        return {self.references.digest(number): size for number, size in self.cold_sizes.items()}
+
+    def space(self, numbers: Iterable[int]) -> Space:
         """Return the space of those blobs that exist."""
-        found = map(self.sizes.get, digests)
-        return _total(size for size in found if size is not None)
+        sizes = self.all_sizes
+        return _total([sizes[number] for number in numbers if number in sizes])
 
 
-def _expected_sizes(needs: Iterable[Mapping[Digest, int]]) -> dict[Digest, int | None]:
-    """Return the sizes of the referenced blobs in the manifests; None if these disagree."""
-    pairs = set(itertools.chain.from_iterable(needed.items() for needed in needs))
-    sizes: dict[Digest, int | None] = dict(pairs)
-    if len(sizes) != len(pairs):
-        counts = Counter(digest for digest, _ in pairs)
-        sizes |= {digest: None for digest, count in counts.items() if count > 1}
-    return sizes
+def _blobs(entry: CatalogEntry) -> Sequence[int]:
+    """Return the numbers of the blobs of a manifest; none if it cannot be read."""
+    return entry.known.blobs if entry.known is not None else ()
 
 
-def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> DiskBlobs:
-    known = {digest.file_name: digest for digest in expected}  # faster than parsing names
-    hot: dict[Digest, int] = {}
+def _measure_blobs(
+    store: LocalStore, references: References, entries: Sequence[CatalogEntry]
+) -> DiskBlobs:
+    number = references.number
+    hot: dict[int, int] = {}
     foreign: list[int] = []
-    for entry, status in _files(store.folder("blobs")):
-        digest = known.get(entry.name) or digest_of(entry.name)
+    for entry, status in _status_of(each_file(store.folder("blobs"))):
+        digest = digest_of(entry.name)
         if digest is None or not stat.S_ISREG(status.st_mode):
             foreign.append(status.st_size)
         else:
-            hot[digest] = status.st_size
-    cold_files = store.cold_files()
-    cold = {digest: found.st_size for digest, found in cold_files.items()}
+            hot[number(digest)] = status.st_size
+    cold_files = {number(digest): (digest, found) for digest, found in store.cold_files().items()}
+    cold = {blob: found.st_size for blob, (_, found) in cold_files.items()}
     for entry, status in _files(store.folder("bases")):
         digest = digest_of(entry.name)
-        if digest is not None and digest not in hot:  # otherwise it is the same file
-            cold[digest] = cold.get(digest, 0) + status.st_size
-    sizes = hot | {digest: hot.get(digest, 0) + size for digest, size in cold.items()}
+        if digest is not None and number(digest) not in hot:  # otherwise it is the same file
+            cold[number(digest)] = cold.get(number(digest), 0) + status.st_size
+    sizes = hot
+    if cold:
+        sizes = hot | {blob: hot.get(blob, 0) + size for blob, size in cold.items()}
+    expected = set[int]().union(*map(_blobs, entries))
+    disputed = {blob for entry in entries if entry.known for blob in entry.known.other_sizes}
     saved = 0
     intact = {}
-    for digest, status in cold_files.items():
+    for blob, (digest, status) in cold_files.items():
         with contextlib.suppress(BlobstoreError):  # reported with the model that needs it
             base = store.base_of(digest, status)
-            size = expected.get(digest)
-            if digest not in hot:
-                if size is None or not store.cold_index.has(digest, status):
+            if blob not in hot:
+                size = references.sizes[blob]  # those of other blobs are unknown
+                is_known = blob in expected and blob not in disputed
+                if not is_known or not store.cold_index.has(digest, status):
                     size = store.open_cold(digest).size
-                elif base is None or base in sizes:
-                    intact[digest] = size
-                saved += size - cold[digest]
+                elif base is None or number(base) in sizes:
+                    intact[blob] = size
+                saved += size - cold[blob]
     doubtful = {
-        digest
-        for digest, size in expected.items()
-        if size is None or size != (intact if digest in cold else sizes).get(digest)
+        blob
+        for blob in expected
+        if blob in disputed
+        or references.sizes[blob] != (intact if blob in cold else sizes).get(blob)
     }
-    return DiskBlobs(sizes, cold, saved, doubtful, foreign)
+    return DiskBlobs(
+        references=references,
+        all_sizes=sizes,
+        cold_sizes=cold,
+        saved=saved,
+        doubtful=doubtful,
+        foreign=foreign,
+    )
 
 
-def _faults(
-    store: LocalStore, found: DiskBlobs, blobs: Mapping[Digest, int]
-) -> Iterator[BlobstoreError]:
-    for digest, size in blobs.items() if found.doubtful else ():
-        if digest in found.doubtful:
+def _faults(store: LocalStore, found: DiskBlobs, entry: CatalogEntry) -> Iterator[BlobstoreError]:
+    if entry.known is None or not found.doubtful:
+        return
+    sizes = found.references.sizes_in(entry.known)
+    for number, size in zip(entry.known.blobs, sizes, strict=True):
+        if number in found.doubtful:
             try:
-                store.check_size(digest, size)
+                store.check_size(found.references.digest(number), size)
             except BlobstoreError as error:
                 yield error
 
@@ -334,8 +364,14 @@ def _sizes(folder: Path, without: Collection[Path] = ()) -> Iterator[int]:
 def _files(
     folder: Path, without: Collection[Path] = ()
 ) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the files below a folder; files that vanish are skipped."""
-    for entry in walk_files(folder, set(map(str, without))):
+    return _status_of(walk_files(folder, set(map(str, without))))
+
+
+def _status_of(
+    files: Iterable[os.DirEntry[str]],
+) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield files with their status; files that vanish are skipped."""
+    for entry in files:
         try:
             yield entry, entry.stat(follow_symlinks=False)
         except FileNotFoundError:

@@ -61,7 +61,7 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
         StoreError: the store cannot be read.
     """
     store = LocalStore.of(store)
-    entries = list(read_catalog(store))
+    entries = read_catalog(store)
     errors = [entry.error for entry in entries if entry.error is not None]
     start = id_start(text)
     places = [*_with_digest(entries, start)] if start else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
@@ -12,11 +13,11 @@ from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests.reference import Reference
 from blobstore.models.model_card import card_field, decoded_config, small_texts, stated_license
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.describe.show import describe_model, model_source
 from blobstore.quantization.formats import type_name
 from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.catalog import read_catalog, read_entry
+from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -87,24 +88,24 @@ def model_info(
     except BlobstoreError:  # among the faults of the description, or found by verify
         source = None
     texts = dict(small_texts(store, entry.manifest))
-    aliases = [
-        other.reference
-        for other in read_catalog(store)
-        if other.digest == entry.digest and other.reference != reference
-    ]
-    usage = measure_usage([reference, *aliases], store=store)
+    entries = read_catalog(store)
+    names = [one.reference for one in entries if one.digest == entry.digest]
+    holdings = Holdings(store, entries)
+    held = set(chain.from_iterable(holdings.of[name] for name in names))
+    files = {number: holdings.files(number) for number in held}
+    sizes = {number: sum(file.st_size for file in found) for number, found in files.items()}
     return ModelInfo(
         description=description,
         digest=entry.digest,
         modified=entry.modified,
-        aliases=tuple(aliases),
+        aliases=tuple(name for name in names if name != reference),
         types=_types(description),
         source=source,
         license=stated_license(texts),
         bases=tuple(dict.fromkeys(stated_bases(texts))),
         blobs=len(entry.blobs),
-        disk_size=usage.together.size,
-        unique_size=usage.together_unique.size,
+        disk_size=sum(sizes.values()),
+        unique_size=sum(sizes[number] for number in holdings.freed(names)),
     )
 
 

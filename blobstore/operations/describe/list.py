@@ -6,8 +6,9 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core.digest import BlobId
 from blobstore.errors import Damaged
-from blobstore.models.published import published_scheme
+from blobstore.models.published import scheme_in
 from blobstore.operations.sign.report import signatures_of
 from blobstore.operations.sign.require_trust import policy_keys
 from blobstore.store.catalog import read_catalog
@@ -72,29 +73,45 @@ def list_models(
         StoreError: the store is not a folder or cannot be read.
     """
     store = LocalStore.of(store)
-    entries = list(read_catalog(store, on_error=on_error))
-    holders = Holdings(store, entries).counts
+    return choose_models(
+        store, read_sources=read_sources, read_signatures=read_signatures, on_error=on_error
+    )
+
+
+def choose_models(
+    store: LocalStore,
+    is_chosen: Callable[[Reference, Digest | None], bool] = lambda *_: True,
+    *,
+    read_sources: bool,
+    read_signatures: bool,
+    on_error: Callable[[StoreError], object] | None,
+) -> tuple[ListedModel, ...]:
+    """Return those models that are chosen by name and digest, as :func:`list_models` does."""
+    entries = read_catalog(store, on_error=on_error)
+    counts = Holdings(store, entries).counts
     frozen = store.frozen()
     keys = policy_keys(store) if read_signatures else ()
-    return tuple(
-        ListedModel(
-            reference=entry.reference,
-            modified=entry.modified,
-            digest=entry.digest,
-            size=sum(entry.blobs.values()),
-            shared=sum(size for digest, size in entry.blobs.items() if holders[digest] > 1),
-            frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
-            published_scheme=(published_scheme(store, entry.manifest) or None)
-            if entry.manifest
-            else None,
+
+    def listed(entry: CatalogEntry) -> ListedModel:
+        reference, modified = entry.reference, entry.modified
+        if entry.known is None:
+            return ListedModel(reference=reference, modified=modified, error=entry.error)
+        numbers, sizes = entry.known.blobs, entry.references.sizes_in(entry.known)
+        config = BlobId(entry.references.digest(numbers[0]), sizes[0])
+        digest = entry.known.digest
+        return ListedModel(
+            reference=reference,
+            modified=modified,
+            digest=digest,
+            size=sum(sizes),
+            shared=sum(size for n, size in zip(numbers, sizes, strict=True) if counts[n] > 1),
+            frozen=sum(entry.blobs[blob] for blob in frozen & entry.blobs.keys()) if frozen else 0,
+            published_scheme=scheme_in(store, config) or None,
             source=_source(store, entry) if read_sources else None,
-            signatures=signatures_of(store, entry.digest, keys)
-            if read_signatures and entry.digest
-            else (),
-            error=entry.error,
+            signatures=signatures_of(store, digest, keys) if read_signatures else (),
         )
-        for entry in entries
-    )
+
+    return tuple(listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
 
 
 def _source(store: LocalStore, entry: CatalogEntry) -> SourceRecord | None:

@@ -8,9 +8,8 @@ one is removed.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
@@ -235,19 +234,18 @@ def _removable(store: LocalStore, references: Iterable[Reference]) -> list[Catal
 def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
     """Return the blobs that would be garbage without these names."""
     gone = {entry.reference for entry in entries}
-    every = list(read_catalog(store))
+    every = read_catalog(store)
     others = [other for other in every if other.reference not in gone]
     holdings = Holdings(store, every)
-    kept = {other.reference: holdings.of[other.reference] for other in others}
+    freed = set(holdings.freed(gone))
     # Blobs of these names that stay only because others are deltas against them.
-    bases = (
-        set()
-        .union(*kept.values())
-        .intersection(*[set().union(*(entry.blobs for entry in entries))])
-    )
-    bases = bases.difference(*(other.blobs for other in others))
-    files = [found for digest in holdings.freed(gone) if (found := _files(store, digest))]
-    sizes = [sum(item.st_size for item in _files(store, digest)) for digest in bases]
+    bases = {n for one in every if one.reference in gone and one.known for n in one.known.blobs}
+    bases = bases.difference(freed, *(other.known.blobs for other in others if other.known))
+    if bases:  # but not what only the cache of remote models keeps
+        bases.intersection_update(chain.from_iterable(holdings.of[one.reference] for one in others))
+    files = [found for number in freed if (found := holdings.files(number))]
+    sizes = [sum(item.st_size for item in holdings.files(number)) for number in bases]
+    held = [(other.reference, holdings.of[other.reference]) for other in others if bases]
     return RemovedModels(
         names=tuple(entries),
         blobs=len(files),
@@ -256,16 +254,6 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
         is_last=not others,
         bases=sum(size > 0 for size in sizes),
         bases_size=sum(sizes),
-        coded=tuple(name for name, held in kept.items() if not bases.isdisjoint(held)),
+        coded=tuple(name for name, numbers in held if not bases.isdisjoint(numbers)),
         unreadable=tuple(other for other in others if other.error is not None),
     )
-
-
-def _files(store: LocalStore, digest: Digest) -> list[os.stat_result]:
-    """Return the status of those files of a blob that exist; two names of one file count once."""
-    found = []
-    hot = store.blob_path(digest)
-    for path in (hot if os.path.lexists(hot) else store.base_path(digest), store.cold_path(digest)):
-        with contextlib.suppress(OSError):
-            found.append(os.lstat(path))
-    return found

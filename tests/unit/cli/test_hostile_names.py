@@ -154,10 +154,10 @@ def test_messages_of_libraries_are_escaped(
     assert_clean(result.stdout_bytes)
     assert result.stdout.count("\n") == 2
 
-    def fail(**_: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise BlobstoreError(text)
 
-    monkeypatch.setattr(listing, "list_models", fail)
+    monkeypatch.setattr(listing, "choose_models", fail)
     result = run("list", exit_code=1)
     assert_clean(result.stderr_bytes)
     assert result.stderr.count("\n") == 1

@@ -234,7 +234,7 @@ def test_verbose_says_where_an_error_occurred(store: LocalStore, arguments: list
 def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     code = (
         "import blobstore.operations.describe.list as m, sys\n"
-        "m.list_models = lambda **_: 1 / 0\n"
+        "m.choose_models = lambda *_, **__: 1 / 0\n"
         "sys.argv = ['blobstore', 'list']\n"
         "from blobstore.cli.main import main\nmain()"
     )

@@ -1,0 +1,194 @@
+"""The blobs that each manifest of a store references, kept in one file, so that manifests are not parsed again.
+
+The manifests remain the truth. What is kept of one is used while its file has the version that it had when it was
+read; nothing is ever deleted by it. The file is a cache: it may be absent, old or damaged, and each user has one that
+nobody else may write. A process that has read manifests that are not in it replaces it.
+
+Blobs have numbers, in the order in which they were met. After a line with a checksum come three counts, the digests
+and the sizes of all blobs by number, a record for each manifest, and the numbers that the manifests reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import time
+import zlib
+from array import array
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blobstore.core.digest import Digest
+from blobstore.core.files import FileVersion, open_own, read_exactly, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+_MAGIC: Final = f"references 1 {sys.byteorder} ".encode()
+_COUNTS: Final = struct.Struct("=3Q")
+_MANIFEST: Final = struct.Struct("=3Q2q32sQ")
+_MAX_BYTES: Final = 1 << 32
+_MARGIN_NS: Final = 3 * 10**9
+"""A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
+
+
+class KnownManifest(NamedTuple):
+    """What is known of a manifest."""
+
+    digest: Digest
+    """The digest of its bytes."""
+    blobs: array[int]
+    """The numbers of its blobs, each once; that of the config is the first."""
+    other_sizes: Mapping[int, int] = {}
+    """Bytes of blobs of which an earlier manifest says otherwise."""
+
+
+class References:
+    """The blobs of a store by number, and which of them the manifests reference."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file at ``path``, or begin without one."""
+        self._path = path
+        self._digests = bytearray()
+        self.sizes = array("Q")
+        """Bytes of each blob, as the first manifest says that references it."""
+        self._manifests: dict[FileVersion, KnownManifest] = {}
+        self._by_digest: dict[Digest, KnownManifest] = {}
+        self._numbers: dict[bytes, int] | None = {}
+        """By digests; None before a number is asked for."""
+        self._is_new = False
+        if path is not None:
+            self._read(path)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def digest(self, number: int) -> Digest:
+        """Return the digest of a blob."""
+        return Digest(self._digests[32 * number : 32 * number + 32].hex())
+
+    def sizes_in(self, manifest: KnownManifest) -> list[int]:
+        """Return the bytes of the blobs of a manifest, as it states them."""
+        sizes, others = self.sizes, manifest.other_sizes
+        found = [sizes[number] for number in manifest.blobs]
+        if others:
+            found = [others.get(n, size) for n, size in zip(manifest.blobs, found, strict=True)]
+        return found
+
+    def number(self, digest: Digest, size: int = 0) -> int:
+        """Return the number of a blob, a new one if it was not met before."""
+        return self._number(bytes.fromhex(digest.hex), size)
+
+    def known(self, version: FileVersion) -> KnownManifest | None:
+        """Return what is kept of the manifest whose file has that version."""
+        return self._manifests.get(version)
+
+    def copied(self, version: FileVersion | None, digest: Digest) -> KnownManifest | None:
+        """Return what is kept of a manifest with that digest, from now on for the file with this version too."""
+        known = self._by_digest.get(digest)
+        if known is not None:
+            self._keep(version, known)
+        return known
+
+    def add(
+        self, version: FileVersion | None, digest: Digest, blobs: Mapping[Digest, int]
+    ) -> KnownManifest:
+        """Return the blobs of a manifest by their numbers; keep them for its file, unless that is too young.
+
+        A manifest that states other sizes than those before is not kept.
+        """
+        numbers = array("I", [self.number(blob, size) for blob, size in blobs.items()])
+        stated = zip(numbers, blobs.values(), strict=True)
+        others = {number: size for number, size in stated if size != self.sizes[number]}
+        known = KnownManifest(digest, numbers, others)
+        if not others:
+            self._keep(version, known)
+        return known
+
+    def _keep(self, version: FileVersion | None, known: KnownManifest) -> None:
+        self._by_digest[known.digest] = known
+        if version is not None and _is_settled(version):
+            self._manifests[version] = known
+            self._is_new = True
+
+    def save(self, versions: Iterable[FileVersion]) -> None:
+        """Keep what is known of the manifests whose files have these versions, if any of it is new."""
+        if not self._is_new or self._path is None:
+            return
+        self._is_new = False
+        kept = {one: self._manifests[one] for one in versions if one in self._manifests}
+        lists = [known.blobs for known in kept.values()]
+        total = sum(map(len, lists))
+        digests: bytes | bytearray = self._digests
+        sizes = self.sizes
+        if len(self) > total:  # most blobs are those of manifests that are gone
+            order: dict[int, int] = {}
+            lists = [
+                array("I", [order.setdefault(n, len(order)) for n in found]) for found in lists
+            ]
+            digests = b"".join(self._digests[32 * n : 32 * n + 32] for n in order)
+            sizes = array("Q", [self.sizes[n] for n in order])
+        parts = [
+            _COUNTS.pack(len(sizes), len(kept), total),
+            digests,
+            sizes.tobytes(),
+            *(
+                _MANIFEST.pack(*version, bytes.fromhex(known.digest.hex), len(known.blobs))
+                for version, known in kept.items()
+            ),
+            *(found.tobytes() for found in lists),
+        ]
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        with contextlib.suppress(OSError):  # the store cannot be written
+            head = _MAGIC + b"%08x\n" % checksum
+            write_file(self._path, [head, b"".join(parts)], mode=0o600, durable=False)
+
+    def _number(self, digest: bytes, size: int) -> int:
+        if self._numbers is None:
+            parts = struct.iter_unpack("32s", self._digests)
+            self._numbers = {part: number for number, (part,) in enumerate(parts)}
+        number = self._numbers.setdefault(digest, len(self.sizes))
+        if number == len(self.sizes):
+            self._digests += digest
+            self.sizes.append(size)
+        return number
+
+    def _read(self, path: Path) -> None:
+        with open_own(path) as descriptor:
+            size = 0 if descriptor is None else os.fstat(descriptor).st_size
+            if descriptor is None or not 0 < size <= _MAX_BYTES:
+                return
+            data = memoryview(read_exactly(descriptor, size, 0))
+        begin = len(_MAGIC) + 9
+        head = bytes(data[:begin])
+        data = data[begin:]
+        if head != _MAGIC + b"%08x\n" % zlib.crc32(data) or len(data) < _COUNTS.size:
+            return
+        blobs, manifests, references = _COUNTS.unpack_from(data)
+        widths = (_COUNTS.size, 32 * blobs, 8 * blobs, _MANIFEST.size * manifests, 4 * references)
+        if len(data) != sum(widths):
+            return
+        parts = []
+        for width in widths:
+            parts.append(data[:width])
+            data = data[width:]
+        numbers = array("I", bytes(parts[4]))
+        records = list(_MANIFEST.iter_unpack(parts[3]))
+        counts = [count for *_, count in records]  # a manifest has a config at least
+        if sum(counts) != references or 0 in counts or max(numbers, default=0) >= max(blobs, 1):
+            return
+        self._digests, self._numbers = bytearray(parts[1]), None
+        self.sizes = array("Q", bytes(parts[2]))
+        end = 0
+        for *version, digest, count in records:
+            begin, end = end, end + count
+            known = KnownManifest(Digest(digest.hex()), numbers[begin:end])
+            self._manifests[FileVersion(*version)] = self._by_digest[known.digest] = known
+
+
+def _is_settled(version: FileVersion) -> bool:
+    return max(version.modified, version.changed) < time.time_ns() - _MARGIN_NS

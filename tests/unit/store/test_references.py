@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.core.files import FileVersion
+from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.operations.describe.list import list_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.store import references
+from blobstore.store.catalog import read_catalog
+from blobstore.store.local import LocalStore
+from blobstore.store.references import References
+from tests.support.models import add_blobs, blob
+
+Damage = Callable[[bytes], bytes]
+VERSION = FileVersion(1, 2, 3, 4, 5)
+A, B, C = (Digest.of(bytes([number])) for number in range(3))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    """Return a store of three models that have blobs in common; all of their manifests are known."""
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
+    store = LocalStore(tmp_path / "store")
+    for name, blobs in {"a": "xy", "b": "yz", "c": "c"}.items():
+        add_blobs(store, name, {one: blob((one, "U8", (3,), one.encode() * 3)) for one in blobs})
+    copy_model("a", "copy", store=store)
+    collect_garbage(store=store, older_than=0)
+    read_catalog(store)
+    return store
+
+
+def path_of(store: LocalStore) -> Path:
+    return store._layout.references(os.geteuid())
+
+
+def answers(store: LocalStore) -> tuple[object, ...]:
+    """Return what the operations say that ask what all manifests reference."""
+    removed = remove_models(["a", "b"], store=store, dry_run=True)
+    usage = measure_usage(store=store)
+    return (
+        list_models(store=store),
+        (removed.blobs, removed.size, removed.bases, removed.is_last),
+        (usage.models, usage.together_unique, usage.referenced, usage.without_sharing),
+    )
+
+
+def read_manifests(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names whose manifests a reading of the catalog reads."""
+    found = []
+    real = LocalStore.read_manifest
+
+    def read(store: LocalStore, reference: object) -> bytes:
+        found.append(str(reference))
+        return real(store, reference)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read_manifest", read)
+        read_catalog(store)
+    return found
+
+
+def test_no_manifest_is_read_twice(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_manifests(store, monkeypatch) == []
+    copy_model("c", "new", store=store)
+    assert read_manifests(store, monkeypatch) == ["new:latest"]
+    assert read_manifests(store, monkeypatch) == []
+
+
+def test_a_manifest_that_was_replaced_is_read_again(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {str(entry.reference): entry.blobs for entry in read_catalog(store)}
+    copy_model("b", "a", store=store, force=True)
+    found = {str(entry.reference): entry.blobs for entry in read_catalog(store)}
+    assert found["a:latest"] == found["b:latest"] != before["a:latest"]
+    assert read_manifests(store, monkeypatch) == []
+
+
+def test_a_manifest_that_may_change_within_a_tick_of_the_clock_is_read_again(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path_of(store).unlink()
+    monkeypatch.setattr(references, "_MARGIN_NS", 3600 * 10**9)
+    for _ in range(2):
+        assert len(set(read_manifests(store, monkeypatch))) == 4
+    assert not path_of(store).exists()
+
+
+def checked(data: bytes) -> bytes:
+    return references._MAGIC + b"%08x\n" % zlib.crc32(data) + data
+
+
+def body(data: bytes) -> bytes:
+    return data[len(references._MAGIC) + 9 :]
+
+
+def one_reference(data: bytes) -> bytes:
+    """Say with a right checksum that each manifest references one blob, all of them the same."""
+    blobs, manifests, _ = struct.unpack_from("=3Q", body(data))
+    rest = bytearray(struct.pack("=3Q", blobs, manifests, manifests) + body(data)[24:])
+    begin = 24 + 40 * blobs
+    for number in range(manifests):
+        end = begin + references._MANIFEST.size * (number + 1)
+        rest[end - 8 : end] = struct.pack("=Q", 1)
+    end = begin + references._MANIFEST.size * manifests
+    return checked(bytes(rest[:end]) + bytes(4 * manifests))
+
+
+def no_blobs(data: bytes) -> bytes:
+    """Say with a right checksum that a manifest has no blob, not even a config."""
+    blobs, *_ = struct.unpack_from("=3Q", body(data))
+    end = 24 + 40 * blobs + references._MANIFEST.size
+    return checked(body(data)[: end - 8] + bytes(8) + body(data)[end:])
+
+
+DAMAGES: dict[str, Damage] = {
+    "absent": lambda data: b"",
+    "truncated": lambda data: data[:-1],
+    "longer": lambda data: data + b"x",
+    "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+    "of another version": lambda data: data.replace(b"references 1", b"references 0"),
+    "no counts": lambda data: checked(b"x"),
+    "counts beyond the end": lambda data: checked(struct.pack("=3Q", 2**60, 2**60, 2**60)),
+    "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),
+    "a manifest without blobs": no_blobs,
+    "of another store": lambda data: checked(struct.pack("=3Q", 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_operations_give_the_same_answers_whatever_the_file_is(
+    store: LocalStore, damage: Damage
+) -> None:
+    right = answers(store)
+    whole = path_of(store).read_bytes()
+    path_of(store).write_bytes(damage(whole))
+    assert answers(store) == right
+    assert answers(store) == right
+    assert len(path_of(store).read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), one_reference], ids=[*DAMAGES, "hostile"])
+def test_gc_removes_nothing_that_a_manifest_references_whatever_the_file_is(
+    store: LocalStore, damage: Damage
+) -> None:
+    path_of(store).write_bytes(damage(path_of(store).read_bytes()))
+    read_catalog(store)
+    assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
+
+
+def test_a_file_that_others_can_write_or_that_is_a_link_is_ignored(store: LocalStore) -> None:
+    right = answers(store)
+    path_of(store).write_bytes(one_reference(path_of(store).read_bytes()))
+    assert answers(store) != right
+    path_of(store).chmod(0o620)
+    assert answers(store) == right
+    path_of(store).write_bytes(one_reference(path_of(store).read_bytes()))
+    target = path_of(store).with_name("target")
+    path_of(store).replace(target)
+    path_of(store).symlink_to(target)
+    assert answers(store) == right
+
+
+def test_a_file_that_cannot_be_written_is_not_an_error(store: LocalStore) -> None:
+    right = answers(store)
+    path_of(store).unlink()
+    path_of(store).mkdir()
+    assert answers(store) == right
+
+
+def test_manifests_may_disagree_about_the_size_of_a_blob() -> None:
+    known = References()
+    one = known.add(VERSION, A, {B: 5, C: 6})
+    other = known.add(VERSION._replace(inode=9), B, {C: 7, B: 5})
+    assert known.sizes_in(one) == [5, 6]
+    assert known.sizes_in(other) == [7, 5]
+    assert known.known(VERSION) == one
+    assert known.known(VERSION._replace(inode=9)) is None
+
+
+def test_blobs_of_manifests_that_are_gone_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "references"
+    first = References(path)
+    for number in range(20):
+        blobs = {Digest.of(b"%d" % number): number, C: 3}
+        first.add(VERSION._replace(inode=number), Digest.of(b"m%d" % number), blobs)
+    first.save([VERSION._replace(inode=7)])
+    again = References(path)
+    found = again.known(VERSION._replace(inode=7))
+    assert found is not None
+    assert [again.digest(number) for number in found.blobs] == [Digest.of(b"7"), C]
+    assert again.sizes_in(found) == [7, 3]
+    assert len(again) == 2
+    assert again.number(C) == found.blobs[1]
+    assert again.known(VERSION._replace(inode=8)) is None
