@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         bucket = f"{self._key.rstrip('/')}/"
         entries = "".join(
             f"<Contents><Key>{path.removeprefix(bucket)}</Key><Size>{len(data)}</Size>"
-            f"<LastModified>2026-11-25T22:00:00Z</LastModified><ETag>x</ETag></Contents>"
+            '<LastModified>2026-11-25T22:00:00Z</LastModified><ETag>"same"</ETag></Contents>'
             for path, (data, _) in sorted(self.server.objects.items())
             if path.startswith(bucket + prefix)
         )

@@ -187,23 +187,21 @@ class _Bucket:
         self.address = str(address)
         self._is_stopping = threading.Event()
         self._client = ObjectClient(address)
-        listed = {one.key: _File(one.size, one.etag) for one in self._client.list("")}
+        listed = {one.key: _File(one.size, _bare(one.etag)) for one in self._client.list("")}
         if not listed and address.prefix:
             folder, _, name = address.prefix.rpartition("/")
             self._client = ObjectClient(StoreAddress(address.scheme, address.bucket, folder))
             size, tag = self._client.size(name), self._client.tag(name)
             if size is not None:
                 self.address = str(StoreAddress(address.scheme, address.bucket, folder))
-                listed[name] = _File(size, tag.etag if tag else "")
+                listed[name] = _File(size, _bare(tag.etag) if tag else "")
         is_store = any("blobs/sha256-" in name for name in listed)
         if is_store or not listed:
-            found = (
-                "is a store, no folder of files" if is_store else "has no files, or does not exist"
-            )
-            raise SourceNotFound(
-                f"{quote(self.address)} {found}",
-                advice="'blobstore pull' fetches a model of a store",
-            )
+            found, advice = "has no files, or does not exist", "check the address"
+            if is_store:
+                found = "is a store, no folder of files"
+                advice = "'blobstore pull' fetches a model of a store"
+            raise SourceNotFound(f"{quote(self.address)} {found}", advice=advice)
         self.files = {name: file for name, file in listed.items() if is_safe_name(name)}
         # Some programs end the names of empty objects with a slash, to show folders.
         unsafe = [quote(it) for it in listed if it not in self.files and not it.endswith("/")]
@@ -216,7 +214,7 @@ class _Bucket:
         for start in range(begin, end, _PIECE):
             stop = min(start + _PIECE, end)
             piece = self._client.read(name, start, stop)
-            if piece is None or (piece.size, piece.etag) != self.files[name][:2]:
+            if piece is None or (piece.size, _bare(piece.etag)) != self.files[name][:2]:
                 raise _changed(what)
             if len(piece.data) != stop - start:
                 raise DamagedSource(f"{what}: the server sends fewer bytes than asked for")
@@ -330,6 +328,11 @@ class _Web:
     def close(self) -> None:
         """Close the connections."""
         self._transport.close()
+
+
+def _bare(etag: str) -> str:
+    """Return an ETag without quotes, which the lists of Azure do not have."""
+    return etag.strip('"')
 
 
 def _version_in(response: Any) -> str:

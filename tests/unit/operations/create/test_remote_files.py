@@ -20,6 +20,7 @@ from blobstore.objects.store import ObjectStore
 from blobstore.operations.create import remote_files
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
+from tests.support.google import running_google_storage
 from tests.support.models import dense_tensors, write_folder
 from tests.support.raw_server import Answer, RawServer, Received, reply
 
@@ -94,6 +95,13 @@ def url(file: WebFile) -> Iterator[str]:
         yield f"http://{server.host}/folder/model.safetensors"
 
 
+def made_from(folder: Path, tmp_path: Path) -> bytes:
+    """Return the manifest of the same files, imported from a folder."""
+    other = LocalStore(tmp_path / "other")
+    blobstore.create(folder, "m", store=other)
+    return other.read_manifest("m")
+
+
 def downloads(store: LocalStore) -> list[Path]:
     return [path for path in store.folder("downloads").rglob("*") if path.is_file()]
 
@@ -116,6 +124,50 @@ def test_a_folder_in_object_storage_becomes_the_model_of_the_same_folder_here(
     assert store.read_manifest("remote") == store.read_manifest("local")
     assert not downloads(store)
     assert found.tensors == len(dense_tensors())
+
+
+def test_a_folder_in_google_storage_is_imported(
+    folder: Path, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_google_storage() as server:
+        server.write_account(tmp_path / "account.json")
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+        monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
+        put(StoreAddress("gs", "bucket", "folder"), folder)
+        blobstore.create("gs://bucket/folder", "m", store=store)
+    assert store.read_manifest("m") == made_from(folder, tmp_path)
+
+
+def test_a_folder_of_azure_whose_list_has_etags_without_quotes_is_imported(
+    folder: Path, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: Received) -> Answer:
+        path, _, query = request.path.partition("?")
+        if "comp=list" in query:
+            entries = "".join(
+                f"<Blob><Name>folder/{it.name}</Name><Properties><Etag>0x8D</Etag>"
+                f"<Content-Type>application/octet-stream</Content-Type><Content-Length>"
+                f"{it.stat().st_size}</Content-Length><Last-Modified>Wed, 25 Nov 2026 22:00:00 GMT"
+                "</Last-Modified></Properties></Blob>"
+                for it in folder.iterdir()
+            )
+            text = f"<EnumerationResults><Blobs>{entries}</Blobs><NextMarker/></EnumerationResults>"
+            return reply(200, f'<?xml version="1.0"?>{text}'.encode())
+        data = (folder / path.rpartition("/")[2]).read_bytes()
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers["range"])
+        assert found is not None
+        part = data[int(found[1]) : int(found[2]) + 1]
+        place = f"bytes {found[1]}-{int(found[1]) + len(part) - 1}/{len(data)}"
+        date = "Wed, 25 Nov 2026 22:00:00 GMT"
+        return reply(206, part, content_range=place, etag='"0x8D"', last_modified=date)
+
+    with RawServer(answer) as server:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://{server.host}/account")
+        monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+        blobstore.create("az://container/folder", "m", store=store)
+    assert store.read_manifest("m") == made_from(folder, tmp_path)
 
 
 def test_one_object_is_imported_without_the_others(
