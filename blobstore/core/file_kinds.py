@@ -141,30 +141,11 @@ _PATTERNS: Final = tuple(
         ),
     )
 )
-_ERROR_KEYS: Final = frozenset(
-    [
-        "error",
-        "errors",
-        "message",
-        "detail",
-        "details",
-        "status",
-        "statusCode",
-        "status_code",
-        "code",
-        "msg",
-        "success",
-        "timestamp",
-        "path",
-        "request_id",
-        "requestId",
-        "documentation_url",
-        "url",
-        "error_description",
-        "type",
-        "title",
-    ]
-)
+_ERROR_KEYS: Final = {
+    *("error", "errors", "error_description", "message", "msg", "detail", "details", "title"),
+    *("status", "statusCode", "status_code", "code", "success", "type", "timestamp", "path", "url"),
+    *("request_id", "requestId", "documentation_url"),
+}
 _ERRORS: Final = ("error", "errors", "message", "detail", "msg")
 _ZIP_ENTRY: Final = re.compile(rb"PK\x03\x04.{22}(?P<length>..)", re.DOTALL)
 _OF_MODEL_FOLDER: Final = re.compile(

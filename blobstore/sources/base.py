@@ -26,18 +26,8 @@ KEPT_FILES = (
     # Voices of text-to-speech models, without which they do not load.
     *("spk_dict.pt", "spk2info.pt", "speakers*.pt", "speakers*.pth"),
     # Texts for people.
-    *(
-        "*.md",
-        "*.rst",
-        "*.cff",
-        "LICENSE*",
-        "LICENCE*",
-        "License*",
-        "Licence*",
-        "COPYING*",
-        "COPYRIGHT*",
-    ),
-    *("NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
+    *("*.md", "*.rst", "*.cff", "LICENSE*", "LICENCE*", "License*", "Licence*", "COPYING*"),
+    *("COPYRIGHT*", "NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
 )
 """Patterns of the small files that runtimes or users need."""
 COMPLETE: Final = "download the complete model"

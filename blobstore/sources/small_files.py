@@ -18,29 +18,9 @@ if TYPE_CHECKING:
 MAX_SMALL_FILE = 64 * 2**20
 _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
 _OF_PROGRAMS = (
-    *(
-        ".git*",
-        ".hg*",
-        ".svn",
-        ".dvc*",
-        ".cache",
-        ".huggingface",
-        ".no_exist",
-        ".locks",
-        ".ms?",
-        ".mdl",
-        ".mv",
-    ),
-    *("manifest=*=*=*.json", "*.gguf.json", "*.gguf.etag"),  # of llama.cpp
-    *(
-        "._____temp",
-        ".DS_Store",
-        "Thumbs.db",
-        "desktop.ini",
-        "__MACOSX",
-        "__pycache__",
-        ".ipynb_checkpoints",
-    ),
+    *(".git*", ".hg*", ".svn", ".dvc*", ".cache", ".huggingface", ".no_exist", ".locks"),
+    *(".ms?", ".mdl", ".mv", "._____temp", "manifest=*=*=*.json", "*.gguf.json", "*.gguf.etag"),
+    *(".DS_Store", "Thumbs.db", "desktop.ini", "__MACOSX", "__pycache__", ".ipynb_checkpoints"),
 )
 """Patterns of files and folders of git, downloaders and operating systems, which nobody misses."""
 _SHOWN = 5

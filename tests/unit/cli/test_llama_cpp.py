@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.cli import llama_cpp
 from blobstore.cli.llama_cpp import MODULE, PROGRAM, ollama_words
+from blobstore.gguf.roles import ROLES
 from blobstore.store.local import LocalStore
 from tests.support.ollama_store import add_gguf_model
 
@@ -66,3 +68,12 @@ def test_an_older_program_gets_only_the_options_that_its_help_has(
         unused: list[str] = []
         assert list(ollama_words(PROGRAM, store, manifest, unused, str(program))) == words
         assert ("the parameter stop" in unused) == (len(words) == 4)
+
+
+def test_the_guide_lists_the_roles_with_their_options() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/import.md").read_text(encoding="utf-8")
+    table = guide.partition("## GGUF files by role")[2].partition("\n\nA projector")[0]
+    rows = [[*map(str.strip, row.split("|")[1:-1])] for row in table.splitlines() if "|" in row][2:]
+    assert tuple(row[0] for row in rows) == ROLES
+    options = {row[0]: row[-1].strip("`") for row in rows if row[-1]}
+    assert options == llama_cpp._FILES[PROGRAM]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from blobstore.sources.base import KEPT_FILES
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.small_files import is_kept, small_files
 
@@ -51,3 +53,10 @@ def test_skips_files_that_cannot_be_kept_with_a_notice(tmp_path: Path) -> None:
         f"left out: '{tmp_path}/huge.txt', over 64 MiB; store it with --keep huge.txt",
         f"left out: '{tmp_path}/pipe.json', not a regular file",
     ]
+
+
+def test_the_guide_lists_the_patterns() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/import.md").read_text(encoding="utf-8")
+    table = guide.partition("## Files besides the weights")[2].partition("\n\nOne note")[0]
+    listed = {word for word in re.findall(r"`([^`]+)`", table) if word != "--keep"}
+    assert {it.upper() for it in listed} == {it.upper() for it in KEPT_FILES}
