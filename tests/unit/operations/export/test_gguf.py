@@ -178,7 +178,7 @@ def test_all_parts_of_a_split_file_are_one_model(
     }
     for name, content in files.items():
         write(folder / name, content)
-    with pytest.raises(DamagedSource, match="is one of 2 parts of a model, and 1 are read"):
+    with pytest.raises(DamagedSource, match="is one of 2 parts of a model, and part 2 is not read"):
         create(folder / "m-00001-of-00002.gguf", "x", store=store)
     create(folder, "x", store=store)
     assert exported(store, "x", out) == files
