@@ -44,12 +44,6 @@ class BlobstoreError(Exception):
         error.__dict__.update(self.__dict__)
         return error
 
-    def advising(self, advice: str) -> Self:
-        """Return the same error with advice."""
-        error = self.copy()
-        error._advice = advice  # noqa: SLF001 - its own copy
-        return error
-
     def at(self, where: str) -> Self:
         """Return the same error with ``where`` it was found, such as a file, before its message."""
         error = self.copy()

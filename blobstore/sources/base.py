@@ -42,7 +42,7 @@ def advising_download() -> Iterator[None]:
     except DamagedSource as error:
         if error.advice or "; " in error.message:  # some messages have it in their text
             raise
-        raise error.advising(COMPLETE) from error.__cause__
+        raise type(error)(error.message, advice=COMPLETE) from error.__cause__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
