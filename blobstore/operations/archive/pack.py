@@ -45,6 +45,7 @@ from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Memb
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import NewSignature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -160,23 +161,16 @@ def pack_models(
     )
 
 
-class _PackedSignature(NamedTuple):
-    """A signature, and the digest of the manifest that it signs."""
-
-    manifest: Digest
-    data: bytes
-
-
 def _signatures_of(
     store: LocalStore, models: Iterable[ArchivedModel], *, wanted: bool
-) -> tuple[list[_PackedSignature], tuple[str, ...]]:
+) -> tuple[list[NewSignature], tuple[str, ...]]:
     """Return the intact signatures of models, in an order that depends on them alone, and what stays."""
-    found: dict[bytes, _PackedSignature] = {}
+    found: dict[bytes, NewSignature] = {}
     notices = []
     for manifest, name in {Digest.of(model.data): model.reference for model in models}.items():
         kept = list(store.kept_signatures(manifest))
         own = sorted(one.data for one in kept if wanted and one.data is not None)
-        found |= {data: _PackedSignature(manifest, data) for data in own}
+        found |= {data: NewSignature(manifest, data, is_verified=False) for data in own}
         if left := len(kept) - len(own):
             why = "damaged: " if wanted else ""
             folder = quote(store.signature_folder(manifest))
@@ -224,7 +218,7 @@ class _ArchiveWriter:
     def write(
         self,
         models: Sequence[ArchivedModel],
-        signatures: Sequence[_PackedSignature],
+        signatures: Sequence[NewSignature],
         planned: Sequence[PlannedMember],
     ) -> list[Member]:
         """Write the archive, and return its members."""
