@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.repair import repair_models as repair
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
+    from blobstore.operations.open import LocalStore
     from blobstore.operations.open import open_model as open  # noqa: A004
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
@@ -91,11 +92,12 @@ if TYPE_CHECKING:
     from blobstore.pages.write import Page
     from blobstore.pages.write import write_page as page
     from blobstore.remotes.addresses import ReadPlan
+    from blobstore.serve.start import RunningServer, start_server
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
-    from blobstore.store.local import LocalStore, StoreLike
+    from blobstore.store.local import StoreLike
 
     __version__: str
 
@@ -122,7 +124,7 @@ _HOMES = {
     "Inspection": ("blobstore.sources.pytorch.inspect", "Inspection"),
     "Linked": ("blobstore.operations.export.link", "Linked"),
     "ListedModel": ("blobstore.operations.describe.list", "ListedModel"),
-    "LocalStore": ("blobstore.store.local", "LocalStore"),
+    "LocalStore": ("blobstore.operations.open", "LocalStore"),
     "LockedModel": ("blobstore.operations.transfer.lock_file", "LockedModel"),
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
@@ -140,6 +142,7 @@ _HOMES = {
     "RegistryOptions": ("blobstore.operations.transfer.registry_target", "RegistryOptions"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
+    "RunningServer": ("blobstore.serve.start", "RunningServer"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceOptions": ("blobstore.sources.base", "SourceOptions"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
@@ -188,6 +191,7 @@ _HOMES = {
     "show": ("blobstore.operations.describe.show", "describe_model"),
     "show_source": ("blobstore.operations.describe.show", "model_source"),
     "sign": ("blobstore.operations.sign.sign", "sign_model"),
+    "start_server": ("blobstore.serve.start", "start_server"),
     "sync": ("blobstore.operations.transfer.sync", "sync_models"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
@@ -234,6 +238,7 @@ __all__ = [
     "RegistryOptions",
     "RemovedModels",
     "Repaired",
+    "RunningServer",
     "Signed",
     "SourceOptions",
     "SourceRecord",
@@ -282,6 +287,7 @@ __all__ = [
     "show",
     "show_source",
     "sign",
+    "start_server",
     "sync",
     "thaw",
     "unpack",

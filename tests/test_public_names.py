@@ -98,7 +98,7 @@ def public() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> set[CodeType]:
     """Run the pages, each in order in a folder of its own, and return the code that their examples call."""
-    for name in ("torch", "mlx.core", "cryptography", "obstore"):
+    for name in ("torch", "mlx.core", "cryptography", "obstore", "aiohttp"):
         pytest.importorskip(name, reason="it is in the test group")
     found: set[CodeType] = set()
     for page in PAGES:

@@ -22,6 +22,7 @@ FUNCTIONS: Final = {
     "cp": "copy",
     "mv": "rename",
     "rm": "remove",
+    "serve": "start_server",
     "tag": "copy",
 }
 """The functions of the commands that have another name."""

@@ -17,10 +17,11 @@ from blobstore.models.checks import Verify, check_level, reads_headers
 from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
 from blobstore.models.small_files import ModelFiles
+from blobstore.operations.describe.list import ListedModel, list_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, find_model, is_address
-from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store import local
 from blobstore.store.outside_gguf import GgufFile, is_gguf_path
 
 if TYPE_CHECKING:
@@ -32,17 +33,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from blobstore.core.progress import Progress
-    from blobstore.errors import RemoteError
+    from blobstore.errors import RemoteError, StoreError
     from blobstore.models.memory import Prefetch, Read
     from blobstore.remotes.remote_store import RemoteStore
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 
 
-class _Options(TypedDict, total=False):
-    """The options that do not change the type of the tensors."""
+class _StoreOptions(TypedDict, total=False):
+    """The options for the models of one store that do not change the type of the tensors."""
 
-    store: StoreLike
     device: str
     verify: Verify
     dequantize: bool | str | Collection[str]
@@ -52,6 +52,12 @@ class _Options(TypedDict, total=False):
     cache: Cache
     cache_limit: int | None
     progress: Progress | None
+
+
+class _Options(_StoreOptions, total=False):
+    """The options that do not change the type of the tensors."""
+
+    store: local.StoreLike
 
 
 @overload
@@ -92,7 +98,7 @@ def open_model(
 def open_model(
     reference: str | os.PathLike[str] | Reference,
     *,
-    store: StoreLike = None,
+    store: local.StoreLike = None,
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
@@ -189,6 +195,51 @@ def open_model(
     return _open_local(reference, store, verify, **options)
 
 
+class LocalStore(local.LocalStore):
+    """A folder of blobs and manifests in Ollama's layout.
+
+    Reading needs only read permission; the first import creates the folders. Any number of processes may
+    use a store at once. A process waits at most ``lock_timeout`` seconds for a lock that others hold.
+    Methods take references as strings too.
+    """
+
+    def list(
+        self,
+        *,
+        read_sources: bool = False,
+        on_error: Callable[[StoreError], object] | None = None,
+    ) -> tuple[ListedModel, ...]:
+        """Return all models of the store, sorted by name, as :func:`blobstore.list`.
+
+        Args:
+            read_sources: read what the models were imported from too.
+            on_error: called with the error of each folder of manifests that cannot be read.
+
+        Raises:
+            StoreError: the store is not a folder or cannot be read.
+        """
+        return list_models(store=self, read_sources=read_sources, on_error=on_error)
+
+    def open(
+        self,
+        reference: str | os.PathLike[str] | Reference,
+        *,
+        framework: Framework = "numpy",
+        **options: Unpack[_StoreOptions],
+    ) -> Model:
+        """Return a model of the store whose tensors can be loaded, as :func:`blobstore.open`.
+
+        Args:
+            reference: the name of the model.
+            framework: the type of the tensors: ``numpy``, ``torch`` or ``mlx``.
+            options: the other options of :func:`blobstore.open`.
+
+        Raises:
+            BlobstoreError: as :func:`blobstore.open`.
+        """
+        return open_model(reference, store=self, framework=framework, **options)
+
+
 def _named(reference: str | Reference) -> Reference:
     """Return the name that a text spells. Raises InvalidReference, with advice about a path."""
     try:
@@ -217,7 +268,7 @@ def _open_file(path: str | os.PathLike[str], verify: Verify, **options: Any) -> 
 
 
 @contextlib.contextmanager
-def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[ModelFiles]:
+def open_files(reference: str | Reference, store: local.StoreLike = None) -> Iterator[ModelFiles]:
     """Give the manifest, config and small files of a model whose policy is checked; no tensor is read.
 
     Raises:
@@ -239,7 +290,7 @@ def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[
 
 
 def _open_local(
-    reference: Reference, store: LocalStore, verify: Verify, *, read: Read, **options: Any
+    reference: Reference, store: local.LocalStore, verify: Verify, *, read: Read, **options: Any
 ) -> Model:
     """Open a model of a store, also if it is replaced at the same time."""
     while True:
@@ -272,14 +323,14 @@ def _open_local(
                 raise
 
 
-def _thaw(reference: Reference, store: LocalStore, progress: Progress | None) -> None:
+def _thaw(reference: Reference, store: local.LocalStore, progress: Progress | None) -> None:
     for fault in thaw_models([reference], store=store, progress=progress).faults:
         raise fault.at(str(reference))
 
 
 @contextlib.contextmanager
 def _find_remote(
-    store: LocalStore, address: str, cache: Cache, cache_limit: int | None
+    store: local.LocalStore, address: str, cache: Cache, cache_limit: int | None
 ) -> Iterator[RemoteStore]:
     """Find a remote model, and check that it is trusted; its connections end with the block."""
     from blobstore.remotes.fetch_attached import attached

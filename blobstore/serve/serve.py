@@ -48,6 +48,7 @@ def serve(
     max_size: int | None = None,
     drain: float = DRAIN_SECONDS,
     on_ready: Callable[[str], object] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
     log: Callable[[str], object] | None = None,
 ) -> None:
     """Serve the models of a store to clients of the Hub and of registries until the process is asked to stop.
@@ -71,6 +72,7 @@ def serve(
             the longest time are removed. None for no limit.
         drain: seconds that responses may still take after the process was asked to stop. It has ended then.
         on_ready: called with the server's address, once the port is open.
+        stop: called from time to time; True ends the server as a signal does.
         log: called with lines of JSON for requests and errors.
 
     Raises:
@@ -84,7 +86,7 @@ def serve(
     if not is_local and token_file is None and not anonymous:
         raise UsageError(
             f"other machines reach the address {quote(host)}",
-            advice="give --token-file, or --anonymous to serve everyone",
+            advice="give token_file, or anonymous=True to serve everyone",
         )
     if token_file is not None and anonymous:
         raise UsageError("tokens are for servers that are not anonymous; leave one of both out")
@@ -132,6 +134,7 @@ def serve(
             host=host,
             port=port,
             on_ready=on_ready,
+            stop=stop,
             tidy=library.release_idle,
             log=log,
             heals=upstream is not None,

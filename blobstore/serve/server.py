@@ -141,9 +141,10 @@ class Server:
         listener: socket.socket,
         *,
         on_ready: Callable[[], object],
+        stop: Callable[[], bool],
         tidy: Callable[[], object],
     ) -> None:
-        """Serve until the process is asked to stop, and then finish responses that end in time.
+        """Serve until the process is asked to stop or ``stop`` is true, and then finish responses that end in time.
 
         ``tidy`` is called from time to time on a thread.
         """
@@ -187,7 +188,7 @@ class Server:
         ]
         try:
             on_ready()
-            await _until(interrupts.is_requested)
+            await _until(lambda: interrupts.is_requested() or stop())
         finally:
             if request := interrupts.signal_name():
                 # Even if a thread is blocked, by a disk or by a log that is not read.
@@ -533,6 +534,7 @@ def run_server(
     host: str,
     port: int,
     on_ready: Callable[[str], object],
+    stop: Callable[[], bool] = lambda: False,
     tidy: Callable[[], object] = lambda: None,
     log: Write | None = None,
     in_threads: bool = False,
@@ -547,6 +549,7 @@ def run_server(
         host: the address to listen on.
         port: 0 for any free one.
         on_ready: called with the address, once the port is open.
+        stop: called from time to time; True ends the server as a signal does.
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
         in_threads: call ``answer`` on threads, because it is slow.
@@ -567,7 +570,7 @@ def run_server(
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
         await Server(store, log, in_threads=in_threads, heals=heals, drain=drain).run(
-            answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
+            answer, listener, on_ready=lambda: on_ready(url), stop=stop, tidy=tidy
         )
 
     # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.

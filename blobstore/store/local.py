@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from blobstore.core import pictures
 from blobstore.core.arguments import local_path
@@ -36,6 +36,7 @@ from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from typing import Self
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.store.notes import NoteKind
@@ -57,8 +58,8 @@ def default_root() -> Path:
 
 
 _PUBLIC = frozenset(
-    ("blob_path", "check_digest", "exists", "has_model", "lock_timeout", "of", "read_blob")
-) | {"references", "resolve", "root"}
+    ("blob_path", "check_digest", "exists", "has_model", "list", "lock_timeout", "of", "open")
+) | {"read_blob", "references", "resolve", "root"}
 """The names that :func:`dir` lists and docs/reference/python.md describes. Other packages use the rest."""
 
 
@@ -84,13 +85,13 @@ class LocalStore(ManifestReader):
         """Remote models whose blobs are kept here as a cache."""
 
     @classmethod
-    def of(cls, store: StoreLike) -> LocalStore:
+    def of(cls, store: StoreLike) -> Self:
         """Return ``store`` itself, or the store in that folder; None means :func:`default_root`.
 
         Raises:
             StoreError: None is given, and this user has no home folder.
         """
-        return store if isinstance(store, LocalStore) else cls(store)
+        return cast("Self", store) if isinstance(store, LocalStore) else cls(store)
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name in _PUBLIC or name.startswith("_")]

@@ -20,6 +20,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.manifests import media_types
+from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.benchmarks.common import GIB, arguments, rounds, table, timed, workspace
 from tests.support.models import add_blob, with_layers, write_safetensors
@@ -41,7 +42,7 @@ def write_source(folder: Path, nbytes: int) -> None:
         write_safetensors(folder / name, specs, lambda _: [os.urandom(rows * 2048)])
 
 
-def record_digests(store: blobstore.LocalStore, source: Path) -> None:
+def record_digests(store: LocalStore, source: Path) -> None:
     """Add the digests of the files to the record of model ``m``."""
     record = blobstore.show_source("m", store=store)
     assert record is not None

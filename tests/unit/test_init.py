@@ -57,6 +57,7 @@ save(tensors, reference, *, files, store, background, jobs, progress)
 show(reference, *, store, plain_http)
 show_source(reference, *, store, plain_http)
 sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
+start_server(*, store, host, port, allow, token_file, anonymous, upstream, upstream_token_file, drain, log)
 sync(models, *, store, check, replace_others, streams, limit_rate, jobs, plain_http, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
 unpack(path, references, *, store, signatures, prefix, force, jobs, progress)
@@ -66,7 +67,7 @@ TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported Followed FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
 ListedModel LocalStore LockedModel Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion QuantizeOptions ReadPlan Reference
-RegistryOptions RemovedModels Repaired Signed SourceOptions SourceRecord StoreLike StoreUsage SyncedModel Thawed Unpacked Verified
+RegistryOptions RemovedModels Repaired RunningServer Signed SourceOptions SourceRecord StoreLike StoreUsage SyncedModel Thawed Unpacked Verified
 """
 
 
@@ -203,7 +204,7 @@ assert "blobstore.operations.create.create" in found
 assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
 print(names["create"].__module__, names["open"].__name__, names["LocalStore"].__module__)
 """
-    assert run(code) == "blobstore open blobstore.store.local\n"
+    assert run(code) == "blobstore open blobstore.operations.open\n"
 
 
 @pytest.mark.parametrize("name", blobstore.__all__)

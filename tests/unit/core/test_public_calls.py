@@ -55,15 +55,21 @@ def test_a_wrong_call_says_the_right_one_in_one_line(call: str, message: str) ->
         "delete_models": "remove",
         "prune": "gc",
         "tag": "copy",
+        "serve": "start_server",
         "exists": "LocalStore.has_model",
         "freze": "freeze",
     }.items(),
 )
 def test_a_name_that_does_not_exist_says_which_one_is_meant(name: str, meant: str) -> None:
-    assert guess(f"blobstore.{name}").endswith(f"; did you mean {meant!r}?")
+    advice = public_calls.advice_on_name(name, blobstore.__all__)
+    assert advice == f"; did you mean {meant!r}?"
 
 
 def test_a_name_that_is_like_no_other_is_reported_alone() -> None:
+    assert (
+        guess("blobstore.freze")
+        == "module 'blobstore' has no attribute 'freze'; did you mean 'freeze'?"
+    )
     assert guess("blobstore.zzz") == "module 'blobstore' has no attribute 'zzz'"
     assert not hasattr(blobstore, "__wrapped__")
 

@@ -1236,3 +1236,16 @@ def test_help_and_errors_say_open() -> None:
 def test_a_path_is_answered_with_what_reads_it(path: str, advice: str) -> None:
     with pytest.raises(InvalidReference, match=advice):
         blobstore.open(path)
+
+
+def test_a_store_lists_and_opens_its_models(store: LocalStore) -> None:
+    own = blobstore.LocalStore(store.root)
+
+    assert own.list() == blobstore.list(store=store)
+    with own.open("m", framework="np", verify="digest") as model:
+        assert model.keys() == blobstore.open("m", store=store).keys()
+        assert model.store is own
+    with blobstore.open("m", store=store.root) as model:
+        assert isinstance(model.store, blobstore.LocalStore)
+    assert isinstance(blobstore.LocalStore.of(store.root), blobstore.LocalStore)
+    assert {"list", "open"} <= set(dir(own))

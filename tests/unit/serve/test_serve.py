@@ -16,7 +16,7 @@ from blobstore.store.local import LocalStore
 def test_an_address_that_others_reach_needs_a_token_or_the_will_to_have_none(
     store: LocalStore, host: str
 ) -> None:
-    with pytest.raises(UsageError, match="--token-file"):
+    with pytest.raises(UsageError, match="give token_file, or anonymous=True"):
         serve(store, host=host)
 
 
