@@ -138,7 +138,8 @@ def command(
     (org/name, hf://org/name@revision, hf://org/name:Q4_K_M), a folder in object storage
     (s3://bucket/folder, gs://, az://), or the URL of a weight file. NAME is
     [host/][namespace/]model[:tag]; by default that of the repository, the folder or the file. With --all,
-    each quantization of a model in GGUF files is a model: name:Q4_K_M, name:Q8_0.
+    each quantization of a model in GGUF files is a model: name:Q4_K_M, name:Q8_0; each step of a run, too:
+    name:checkpoint-500.
     Blobs that the store already has are not rewritten. The name appears last, when everything else is
     safely on disk.
     """
@@ -164,9 +165,7 @@ def command(
         "jobs": jobs,
     }
     if is_all:
-        if name is not None:
-            raise click.UsageError("--all takes no NAME: models are named after their sources")
-        _create_all(source, store, choices, prefix, out, dry_run=dry_run)
+        _create_all(source, name, store, choices, prefix, out, dry_run=dry_run)
         return
     if prefix is not None:
         raise click.UsageError("--as is for --all; give one model a NAME")
@@ -210,6 +209,7 @@ def _advising(source: str, store: LocalStore) -> Iterator[None]:
 
 def _create_all(
     folder: str,
+    name: Reference | None,
     store: LocalStore,
     choices: CreateOptions,
     prefix: str | None,
@@ -227,7 +227,7 @@ def _create_all(
         )
     with progress_bar() as progress:
         models = create_all(
-            folder, store=store, prefix=prefix, dry_run=dry_run, progress=progress, **choices
+            folder, name, store=store, prefix=prefix, dry_run=dry_run, progress=progress, **choices
         )
     made = [model.created for model in models if model.created is not None]
     failed = [model for model in models if model.error is not None]

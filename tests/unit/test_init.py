@@ -24,7 +24,7 @@ convert(source, target, *, subtree, strip_prefix, weights, keep_names, skip_unre
 copy(source, target, *, store, force)
 copy_to_store(source, to, target, *, store, force, jobs, progress)
 create(source, reference, *, store, source_options, sha256, keep_hub_cache, experts, quantize, decode, as_is, paranoid, jobs, executor, dry_run, progress)
-create_all(folder, *, store, prefix, dry_run, progress, options)
+create_all(folder, name, *, store, prefix, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, plain_http, progress)
 du(references, *, store)
 export(reference, folder, *, store, shard_size, single, dequantize, force, jobs, progress)

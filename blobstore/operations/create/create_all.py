@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
-from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
+from blobstore.errors import (
+    BlobstoreError,
+    NameTaken,
+    SourceError,
+    SourceNotFound,
+    StoreError,
+    UsageError,
+)
 from blobstore.gguf.roles import has_quantization
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.ollama import SCHEME, ollama_models
 from blobstore.operations.create.source_names import cleaned, is_hub, name_of, path_name
@@ -89,6 +96,7 @@ class CreatedModel:
 
 def create_all(
     folder: str | os.PathLike[str],
+    name: str | Reference | None = None,
     *,
     store: StoreLike = None,
     prefix: str | None = None,
@@ -107,6 +115,8 @@ def create_all(
             of weights next to these are left out, except GGUF files; see :func:`loose_files`. Several
             quantizations of one model in GGUF files become ``name:Q4_K_M`` and the like, also those of a
             repository of the Hub. Or ``ollama://``, for all that Ollama has.
+        name: the name, without a tag, for the steps of a run or the quantizations that lie in the folder itself;
+            by default that of the folder.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         prefix: ``[host/]namespace`` that the models get instead of their own.
         dry_run: only list the models.
@@ -120,12 +130,14 @@ def create_all(
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.
         StoreError: the store cannot be used. Models imported before that stay.
+        UsageError: a name is given that has a tag, or all models have names of their own.
     """
     store = LocalStore.of(store)
     first: dict[str, Path | str] = {}
     results = []
     chosen = options.get("source_options", DEFAULT_OPTIONS)
-    models = [it for it in find_models(folder) if it.matches(chosen.weights)]
+    own = None if name is None else _without_tag(Reference.of(name))
+    models = [it for it in find_models(folder, own) if it.matches(chosen.weights)]
     for number, (found, source, weights, _) in enumerate(models, start=1):
         name, created, error = found, None, None
         options["source_options"] = replace(chosen, weights=weights or chosen.weights)
@@ -153,11 +165,19 @@ def create_all(
     return results
 
 
+def _without_tag(reference: Reference) -> str:
+    """Return a name to which tags can be added."""
+    name, _, tag = str(reference).rpartition(":")
+    if tag != DEFAULT_TAG:
+        raise UsageError(f"{quote(reference)} has a tag, and each model gets one of its own")
+    return name
+
+
 def _report(progress: Progress, name: str, what: str, done: int, total: int) -> None:
     progress(f"{name}: {what}", done, total)
 
 
-def find_models(source: str | os.PathLike[str]) -> list[FoundModel]:
+def find_models(source: str | os.PathLike[str], name: str | None = None) -> list[FoundModel]:
     """Return the models of a folder, of a cache of the Hub's client or of llama.cpp, of Ollama, or of a repository.
 
     Quantizations of a model in GGUF files are models of one name, with different tags.
@@ -165,18 +185,28 @@ def find_models(source: str | os.PathLike[str]) -> list[FoundModel]:
     Raises:
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.
+        UsageError: as :func:`create_all`.
     """
+    found = _find_models(source, name)
+    if name is not None and not any(one.name.startswith(f"{name}:") for one in found):
+        raise UsageError(
+            f"all models of {quote(source)} have names of their own", advice="leave NAME out"
+        )
+    return found
+
+
+def _find_models(source: str | os.PathLike[str], name: str | None) -> list[FoundModel]:
     if source == SCHEME:
         return [FoundModel(*found) for found in ollama_models()]
     if is_hub(source):
         text = os.fspath(source)
-        found = quantizations(name_of(parse_hub_id(text)[0]), text, list_files(text))
+        found = quantizations(name or name_of(parse_hub_id(text)[0]), text, list_files(text))
         return _checked(source, found, is_model=True)
     folder = local_path(source, "source")
     if not folder.is_dir():
         raise SourceNotFound(f"no such folder: {quote(folder)}")
     try:
-        return _checked(folder, *_in_folder(folder))
+        return _checked(folder, *_in_folder(folder, name))
     except OSError as error:
         where = quote(error.filename or folder)
         raise SourceError(f"cannot read {where}: {error.strerror}") from error
@@ -195,14 +225,14 @@ def _checked(
     return found
 
 
-def _in_folder(folder: Path) -> tuple[list[FoundModel], bool]:
+def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
     """Return the models of a folder, and whether it is a model itself, perhaps in several quantizations."""
     if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
         folder /= "hub"  # what HF_HOME names
-    name = name_of(path_name(folder))
+    name = name or name_of(path_name(folder))
     if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
         steps = [path for path in _models_below(folder) if _STEP.fullmatch(path.name)]
-        found = [FoundModel(_name_in(folder, path), path) for path in steps]
+        found = [FoundModel(_name_in(folder, path, name), path) for path in steps]
         is_model = not any(_LLAMA_CPP.fullmatch(it.name) for it in folder.iterdir())
         return quantizations(name, folder, _tree(folder)) + found, is_model
     found = []
@@ -210,18 +240,18 @@ def _in_folder(folder: Path) -> tuple[list[FoundModel], bool]:
         if repository := cached_repository(path):
             found += quantizations(repository, path, _tree(path))
     for path in _models_below(folder):
-        found += quantizations(_name_in(folder, path), path, _tree(path))
+        found += quantizations(_name_in(folder, path, name), path, _tree(path))
     if gguf_files(FileTree(folder)).models:
         found += quantizations(name, folder, _tree(folder), by_stem=bool(found))
     return found, False
 
 
-def _name_in(folder: Path, path: Path) -> str:
+def _name_in(folder: Path, path: Path, name: str) -> str:
     """Return the name of a model in a folder: steps of one run are tags of one name."""
     if _STEP.fullmatch(path.name) is None:
         return path.relative_to(folder).as_posix()
     run = path.parent.relative_to(folder).as_posix()
-    return f"{name_of(path_name(folder)) if run == '.' else run}:{path.name}"
+    return f"{name if run == '.' else run}:{path.name}"
 
 
 def _by_step(path: Path) -> str:

@@ -249,3 +249,20 @@ def test_steps_of_a_run_are_tags_of_one_name_in_their_order(
     if not has_final:
         listed = create_all(tmp_path / "runs", store=store, dry_run=True)
         assert [it.name for it in listed] == steps
+
+
+def test_a_name_is_that_of_what_lies_in_the_folder_itself(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        step(tmp_path / "out", number)
+    write_folder(tmp_path / "out" / "other", dense_tensors())
+
+    made = create_all(tmp_path / "out", "team/run", store=store)
+
+    names = ["team/run:checkpoint-1", "team/run:checkpoint-2", "other:latest"]
+    assert [(it.name, it.error) for it in made] == [(name, None) for name in names]
+    with pytest.raises(UsageError, match="'run:x' has a tag"):
+        create_all(tmp_path / "out", "run:x", store=store)
+    with pytest.raises(UsageError, match="have names of their own; leave NAME out"):
+        create_all(tmp_path, "run", store=store)
