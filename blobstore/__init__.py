@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.errors import BlobstoreError
+    from blobstore.integrations.run import run_model as run
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.model import Model
@@ -187,6 +188,7 @@ _HOMES = {
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "restore": ("blobstore.operations.maintenance.history", "restore_model"),
+    "run": ("blobstore.integrations.run", "run_model"),
     "save": ("blobstore.operations.create.save", "save"),
     "show": ("blobstore.operations.describe.show", "describe_model"),
     "show_source": ("blobstore.operations.describe.show", "model_source"),
@@ -283,6 +285,7 @@ __all__ = [
     "rename",
     "repair",
     "restore",
+    "run",
     "save",
     "show",
     "show_source",

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class RunningServer:
-    """A server in a thread of this process. It ends with :meth:`close`, with a ``with`` block, or with the process."""
+    """A server that a program has started. It ends with :meth:`close`, or at the end of a ``with`` block."""
 
-    def __init__(self, url: str, stop: threading.Event, ended: Future[None]) -> None:
+    def __init__(self, url: str, close: Callable[[], None]) -> None:
         self.url = url
         """Its address, such as ``http://127.0.0.1:8080``."""
-        self._stop, self._ended = stop, ended
+        self._close = close
 
     def __enter__(self) -> Self:
         return self
@@ -34,13 +34,12 @@ class RunningServer:
         return f"RunningServer({self.url!r})"
 
     def close(self) -> None:
-        """Stop the server, and wait until it has ended. Responses that are being sent are finished first.
+        """Stop the server, and wait until it has ended. That of :func:`start_server` finishes its responses first.
 
         Raises:
             Exception: the one that has ended the server before.
         """
-        self._stop.set()
-        self._ended.result()
+        self._close()
 
 
 def start_server(
@@ -101,9 +100,13 @@ def start_server(
         else:
             ended.set_result(None)
 
+    def close() -> None:
+        stop.set()
+        ended.result()
+
     threading.Thread(target=run, name="blobstore-server", daemon=True).start()
     try:
-        return RunningServer(started.result(), stop, ended)
+        return RunningServer(started.result(), close)
     except BaseException:  # as by Ctrl-C
         stop.set()
         raise
