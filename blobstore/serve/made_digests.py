@@ -6,6 +6,7 @@ note, because reading 10,000 files would take as long as a client waits.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -48,7 +49,7 @@ def number_of(digest: Digest) -> int:
 
 def numbers_of(digests: Iterable[Digest]) -> array[int]:
     """Return the beginnings of digests, sorted."""
-    return array("Q", sorted(map(number_of, digests)))
+    return array("Q", sorted(_parsed_numbers("".join(one.hex[:_DIGITS] for one in digests))))
 
 
 def read_made(store: LocalStore, repository: Reference) -> dict[Digest, MadeDigests]:
@@ -69,9 +70,14 @@ def write_made(
 
 def _parsed(value: Any) -> dict[Digest, MadeDigests]:
     return {
-        Digest(key): MadeDigests(
-            int(signed),
-            array("Q", (int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS))),
-        )
+        Digest(key): MadeDigests(int(signed), _parsed_numbers(text))
         for key, (signed, text) in value.items()
     }
+
+
+def _parsed_numbers(text: str) -> array[int]:
+    """Return numbers of :func:`number_of` that are written one after the other. A repository may have millions."""
+    numbers = array("Q", bytes.fromhex(text))
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return numbers

@@ -287,7 +287,7 @@ class Tags:
         if not one.blobs:
             with contextlib.suppress(BlobstoreError):
                 blobs = Manifest.from_bytes(data, parsed).blobs
-                one.blobs = numbers_of({blob.digest for blob in blobs})
+                one.blobs = numbers_of(blob.digest for blob in blobs)
         return one
 
     # Digests
