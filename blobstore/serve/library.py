@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Origin
-    from blobstore.serve.tags import Seen
     from blobstore.sources.hub_listing import ListedFile
     from blobstore.store.local import LocalStore
 
@@ -111,8 +110,8 @@ class Library:
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self._large = threading.Lock()
         self._protection = Protection(store)
-        self._tags = Tags(store, self._described)
-        self._commits = Commits(store, self.pulled, self._tags)
+        self.tags = Tags(store, self._described)
+        self._commits = Commits(store, self.pulled, self.tags)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -184,10 +183,6 @@ class Library:
         several = self._commits.having(repository, commit)
         return [one for one in several if self.is_allowed(one.reference)]
 
-    def list_again(self, repository: Reference) -> None:
-        """See :meth:`Tags.list_again`."""
-        self._tags.list_again(repository)
-
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
         """Return a version that :meth:`at_commit` has found. Raises as :meth:`model`."""
         found = self._models.get(version.key)
@@ -241,25 +236,9 @@ class Library:
             and self._protection.touch(one.model)
         ]
 
-    def tags_having(
-        self,
-        repository: Reference,
-        digest: Digest,
-        seen: Seen,
-    ) -> Sequence[Reference]:
-        """Return the tags that a client sees whose artifacts seem to have a manifest or a blob.
-
-        Raises as :meth:`model`.
-        """
-        return self._tags.having(repository, digest, seen)
-
-    def describe_all(self, repository: Reference, seen: Seen) -> None:
-        """See :meth:`Tags.describe_all`."""
-        self._tags.describe_all(repository, seen)
-
     def keys(self, repository: Reference) -> Mapping[Reference, Digest]:
         """Return the digests of the manifests of a repository that are served, by their tags. Raises as :meth:`model`."""
-        keys = self._tags.keys(repository)
+        keys = self.tags.keys(repository)
         return (
             {one: key for one, key in keys.items() if self.is_allowed(one)} if self._allow else keys
         )
@@ -284,7 +263,7 @@ class Library:
 
         Names of the Hub have no case, and those of registries have small letters. Raises NotPrepared.
         """
-        found = self._tags.spelled(repository)
+        found = self.tags.spelled(repository)
         if found is not None:
             return found
         several = (one for one in list(self.arriving) if _folded(one) == _folded(repository))
@@ -292,7 +271,7 @@ class Library:
 
     def stored_tags(self, repository: Reference) -> Sequence[Reference]:
         """Return the tags of a repository in the store that are served to somebody. Raises NotPrepared."""
-        tags = self._tags.of(repository)
+        tags = self.tags.of(repository)
         return list(filter(self.is_allowed, tags)) if self._allow else tags
 
     def listed_tags(self, repository: Reference) -> Sequence[Reference]:
@@ -301,14 +280,7 @@ class Library:
 
     def names(self) -> Iterable[Reference]:
         """Return the names of all models that are served to somebody. Call it on a thread. Raises StoreError."""
-        return filter(self.is_allowed, self._tags.all())
-
-    def origin(self, reference: Reference) -> Origin | None:
-        """Return the commit that a name was fetched from; None if it is one of the store's own, or absent.
-
-        Raises as :meth:`model`.
-        """
-        return self.origins([reference]).get(reference)
+        return filter(self.is_allowed, self.tags.all())
 
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
         """Return the commits that names in the store were fetched from; empty if none was. Raises as :meth:`model`."""
@@ -350,7 +322,7 @@ class Library:
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that were not asked for lately, so that gc may remove their blobs, and names that are gone."""
         self.forget_all(*self._protection.end_idle(seconds))
-        self._tags.tidy()
+        self.tags.tidy()
         self._commits.forget_absent()
         for known in (self._names, self._descriptions):
             for reference in list(known):
@@ -412,7 +384,7 @@ class Library:
             if kept_as not in self._artifacts:
                 made = make_artifact(self.store, reference, data, manifest)
                 self._keep(made, kept_as, manifest, len(data))
-                self._tags.note(reference, key, made.digests())
+                self.tags.note(reference, key, made.digests())
         self._names[reference] = version, key
 
     def _keep(self, made: Artifact, kept_as: object, manifest: Manifest, size: int) -> None:
@@ -430,7 +402,7 @@ class Library:
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest
         artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
-        self._tags.note(artifact.reference, artifact.model, artifact.digests())
+        self.tags.note(artifact.reference, artifact.model, artifact.digests())
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
@@ -439,7 +411,7 @@ class Library:
             if (tag, version) not in self._artifacts:
                 made = make_image(self.store, reference, key)
                 self._keep(made, (tag, version), manifest, len(data))
-                self._tags.note(reference, key, made.digests(), IMAGE)
+                self.tags.note(reference, key, made.digests(), IMAGE)
 
     def _hash(self, model: ServedModel) -> None:
         if model.manifest is not None:

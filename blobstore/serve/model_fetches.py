@@ -235,7 +235,7 @@ class ModelFetches:
         self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
-            self._library.list_again(arrival.reference)
+            self._library.tags.list_again(arrival.reference)
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since

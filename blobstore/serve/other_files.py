@@ -214,7 +214,7 @@ class OtherFiles:
         key = fetch.repository, fetch.commit, fetch.name
         # Before the fetch is forgotten: a client that asks then must get the new model.
         self._library.distrust(fetch.wrong_etags)
-        self._library.list_again(fetch.at)
+        self._library.tags.list_again(fetch.at)
         if fetch.error is not None:
             self._fail(key, as_refusal(fetch.error))
         # Last: until here, clients find this fetch, or its failure, and begin no other.

@@ -218,7 +218,7 @@ class Visible:
         for artifact in self._library.prepared_artifacts(repository):
             if self.shows(artifact.origin) and artifact.has(digest):
                 yield artifact
-        for tag in self._library.tags_having(
+        for tag in self._library.tags.having(
             repository, digest, Visible(self._library, self._restricted, self._opened)
         ):
             found = self.artifact(tag)
@@ -234,7 +234,7 @@ class Visible:
         """
         for repository, count in Counter(map(any_tag, prepared(self.models))).items():
             if count >= MANY:
-                self._library.describe_all(repository, self)
+                self._library.tags.describe_all(repository, self)
 
     # About models and artifacts that were returned above
 

@@ -76,7 +76,7 @@ def test_a_version_that_was_removed_is_absent(library: Library) -> None:
     remove_models(["org/model:v2"], store=store)
     for entry in store.folder("history").iterdir():
         entry.unlink()
-    library.list_again(NAME)
+    library.tags.list_again(NAME)
     assert at(library, commit) == []
 
 
@@ -92,7 +92,7 @@ def test_a_manifest_of_the_history_is_read_once(
     monkeypatch.setattr("blobstore.serve.commits.read_former", counted)
     for number in range(2, 6):
         save(library.store, number)
-        library.list_again(NAME)
+        library.tags.list_again(NAME)
         assert at(library, ABSENT) == []
     assert len(read) == len(set(read)) == 4
 
@@ -108,7 +108,7 @@ def test_a_version_that_comes_while_commits_are_looked_for_is_there_at_once(
         find(repository)
         if not commits:
             commits.append(save(library.store, 2, "org/model:v2"))
-            library.list_again(repository)
+            library.tags.list_again(repository)
 
     monkeypatch.setattr(library._commits, "_find", overtaken)
     assert at(library, ABSENT) == []

@@ -150,7 +150,7 @@ def test_nothing_that_is_restricted_is_described_ahead(
         described.append(tag)
         return []
 
-    monkeypatch.setattr(library._tags, "_describe", describe)
+    monkeypatch.setattr(library.tags, "_describe", describe)
     library.pulled.note_public(NAME, is_public=False)
     Visible.of(library).look_ahead()
     assert described == [MINE]

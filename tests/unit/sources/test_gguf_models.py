@@ -53,6 +53,14 @@ def gemma(tmp_path: Path) -> Path:
     return folder
 
 
+def test_hidden_files_deep_ones_and_those_of_another_kind_are_no_models(gemma: Path) -> None:
+    write(gemma / ".gemma-Q2_K.gguf")
+    write(gemma / "a" / "b" / "gemma-Q3_K.gguf")
+    (gemma / "notes.txt").write_bytes(b"GGUF")
+    found = [name for model in gguf_files(FileTree(gemma)).models for name in model.files]
+    assert sorted(found) == ["gemma-Q4_K_M.gguf", "gemma-Q8_0.gguf"]
+
+
 @pytest.mark.parametrize("weights", ["*Q4_K_M*", "Q4_K_M", "q4_k_m", "gemma-Q4_K_M.gguf"])
 def test_a_quantization_brings_its_projector(gemma: Path, weights: str) -> None:
     files, notices = chosen(gemma, weights)
