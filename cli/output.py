@@ -38,7 +38,9 @@ _OUTPUT_PATIENCE = 1.0
 SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 """Those of a signature, for :func:`records`."""
 _ARGUMENT = re.compile(
-    r"\b(anonymous|cold|force|mount|overwrite|verify)=(True|False)\b|\b(keep_last|mount_from|older_than|part_size|token_file)\b"
+    r"(?<![\w/'])"  # not in a path or a name that a message quotes
+    r"(?:(anonymous|cold|force|mount|overwrite|verify)=(True|False)|"
+    r"(keep_last|mount_from|older_than|part_size|token_file))\b"
 )
 """Arguments of Python of which the command line has options, as messages of the library name them."""
 VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
