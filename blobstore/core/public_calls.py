@@ -102,11 +102,12 @@ def _wrong_call(
             )
     if len(args) > len(places):
         extra = args[len(places)]
-        is_path = isinstance(extra, str | os.PathLike) or "Store" in type(extra).__name__
+        is_store = isinstance(extra, os.PathLike) or "Store" in type(extra).__name__
+        is_store |= isinstance(extra, str) and "/" in extra
         return InvalidCall(
             f"{name}() takes {len(places) or 'no'} arguments without a name, got {len(args)}",
             advice=f"write {name}({'…, ' if places else ''}store={extra!r})"
-            if is_path and "store" in parameters
+            if is_store and "store" in parameters
             else f"name the others: {', '.join(one for one in parameters if one not in places)}",
         )
     return InvalidCall(f"{name}() {str(error).partition('() ')[2]}")

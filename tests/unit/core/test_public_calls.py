@@ -25,11 +25,12 @@ def guess(text: str) -> str:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("list('there')", "list() takes no arguments without a name, got 1; write list(store='there')"),
+        ("list('/there')", "list() takes no arguments without a name, got 1; write list(store='/there')"),
+        ("list('m*')", "list() takes no arguments without a name, got 1; name the others: store, read_sources, "),
         ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
         ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
         ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),
-        ("create('a', 'b', 'there')", "create() takes 2 arguments without a name, got 3; write create(…, store='there')"),
+        ("create('a', 'b', './there')", "create() takes 2 arguments without a name, got 3; write create(…, store='./there')"),
         ("verify('/there')", "not a model name: '/there' is a path; store= takes a store"),
         ("verify(Path('there'))", "a name is a text, got 'PosixPath'; store= takes a store"),
         ("verify(store)", "a name is a text, got 'LocalStore'; store= takes a store"),
