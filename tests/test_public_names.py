@@ -36,7 +36,6 @@ if find_spec("mlx") is not None:
 PAGES = ("python", "examples", "safetensors")
 CANNOT_FAIL = {
     "blobstore.ArchiveReader.references",
-    "blobstore.BlobstoreError.advising",
     "blobstore.BlobstoreError.at",
     "blobstore.BlobstoreError.copy",
     "blobstore.Checkpoint.close",
@@ -51,7 +50,6 @@ CANNOT_FAIL = {
     "blobstore.safetensors.PrefetchLoader.names",
     "blobstore.safetensors.SafeSlice.get_dtype",
     "blobstore.safetensors.SafeSlice.get_shape",
-    "blobstore.safetensors.SafetensorError.advising",
     "blobstore.safetensors.SafetensorError.at",
     "blobstore.safetensors.SafetensorError.copy",
     "blobstore.safetensors.SafetensorsWriter.names",
