@@ -603,3 +603,10 @@ def test_experts_in_packs_are_trained_too(tmp_path: Path) -> None:
         expected = write_folder(tmp_path / "expected", new)
         create(expected, "expected", store=store, experts=form)  # type: ignore[arg-type]
         assert store.read_manifest("policy") == store.read_manifest("expected")
+
+
+def test_a_manifest_is_found_by_another_name_if_its_own_is_gone(store: LocalStore) -> None:
+    blobstore.save({"w": np.zeros(2)}, "other", store=store)
+    data, gone = store.read_manifest(Reference.parse("other")), Reference.parse("gone")
+    assert trainer.find_manifest(store, gone, Digest.of(data)) == data
+    assert trainer.find_manifest(store, gone, Digest.of(b"")) is None

@@ -375,6 +375,14 @@ def test_an_item_must_be_what_the_metadata_say(tmp_path: Path) -> None:
         opened(folder)
 
 
+def test_a_folder_in_the_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "step", model(1), ranks=1) / ".metadata"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SourceError, match=r"\.metadata"):
+        read_metadata(path)
+
+
 def test_an_item_must_have_only_its_own_elements(tmp_path: Path) -> None:
     tensors = model(1) | {("model", "x"): (torch.ones(1).expand(4), grid((4,)))}
     # The helper clones parts of storages, as torch does; so save this one by hand.
