@@ -76,7 +76,10 @@ class _ModelName(_ParamType):
         or_path: bool = False,
         or_address: bool = False,
         or_remote: bool = False,
+        before_folder: bool = False,
     ) -> None:
+        self._before_folder = before_folder
+        """Whether the argument ``folder`` follows, as which the last word is parsed."""
         self._or_remote = or_remote
         """Whether a whole store or repository may be named."""
         self._or_path = or_path
@@ -124,8 +127,10 @@ class _ModelName(_ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the names of the store that begin so."""
+        """Return the names of the store that begin so; after a name, folders if one follows."""
         del param
+        if self._before_folder and ctx.params.get("folder"):
+            return _path_items(incomplete, "dir")
         names = _model_names(ctx, incomplete)
         if self._or_address or self._or_remote:
             names += _remotes(ctx, "oci://")
@@ -288,6 +293,7 @@ def _tensor_names(ctx: click.Context, incomplete: str) -> list[str]:
 FILE, SOURCE, FILE_TO_WRITE = _Path("file", "source"), _Path("file", None), _Path("file", "target")
 FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
+MODELS_TO_FOLDER = _ModelName(before_folder=True)
 NAMES_AND_REMOTE, REMOTE = _Known(_names_and_remotes), _Known(_remotes)
 HOST, FORMER_ID, TENSOR_OR_FILE = _Known(_hosts), _Known(_former_ids), _Known(_tensor_names)
 DEVICE = _Known(_devices)

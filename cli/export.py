@@ -22,7 +22,9 @@ _FIELDS = "folder files tensors shards bytes_written original=is_original second
 
 
 @click.command("export", short_help="Write the files that models were imported from.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL)
+@click.argument(
+    "names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODELS_TO_FOLDER
+)
 @click.argument("folder", metavar="DIR", type=arguments.FOLDER)
 @options.shared("store")
 @click.option(
