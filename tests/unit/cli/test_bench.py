@@ -19,7 +19,7 @@ def test_the_largest_model_is_measured_by_default_and_each_way_has_a_bar(
 
     lines = run("bench", "dense").stdout.splitlines()
     assert lines[0].split() == ["FROM", "READ", "BY", "RATE", "OF", "THE", "BEST"]
-    assert sum("#" * 24 in line for line in lines) == 2
+    assert sum("#" * 24 in line for line in lines) >= 2  # others may be as fast as the best one
     assert all(line.endswith("#") for line in lines[1:11])
     assert lines[12].startswith("disk: open")
 
