@@ -108,7 +108,7 @@ def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_own(path: Path, access: int = os.O_RDONLY) -> Iterator[int | None]:
-    """Open a cache that only this user could have written while the block runs; give None if there is none."""
+    """Open a cache for a block if this user alone can write it; otherwise give None."""
     try:
         descriptor, _ = check_regular(os.open(path, access | _OWN_FLAGS), path)
     except (OSError, BlobstoreError):

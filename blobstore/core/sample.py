@@ -30,21 +30,24 @@ class Sample:
 
     @classmethod
     def parse(cls, text: str) -> Sample:
-        """Return the sample that ``5%`` or ``2/7`` spell.
+        """Return the sample that a text spells, such as ``5%`` or ``2/7``.
 
         A percentage begins anywhere, so it chooses other blobs each time. The parts ``1/7`` to ``7/7`` are
         all blobs together.
 
         Raises:
-            UsageError: it spells none.
+            UsageError: the share is not above 0 and at most 100 %, or the text spells neither form.
         """
         match = _SPELLING.fullmatch(text.strip())
         if match and match["percent"] and 0 < (percent := float(match["percent"])) <= 100:
-            return cls(random.randrange(_PLACES), round(percent / 100 * _PLACES))  # noqa: S311
+            return cls(random.randrange(_PLACES), round(percent / 100 * _PLACES))  # noqa: S311 - no secret
         if match and match["part"] and 1 <= (part := int(match["part"])) <= int(match["parts"]):
             begin, end = (at * _PLACES // int(match["parts"]) for at in (part - 1, part))
             return cls(begin, end - begin)
-        raise UsageError(f"{quote(text)} is not a sample such as 5% or 2/7")
+        raise UsageError(
+            f"{quote(text)} is not a sample",
+            advice="give a share such as 5%, or a part such as 2/7",
+        )
 
     def __contains__(self, digest: Digest) -> bool:
         """Return whether a blob belongs to the sample."""

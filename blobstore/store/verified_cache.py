@@ -263,7 +263,7 @@ class _Table:
 
 @contextlib.contextmanager
 def _opened(path: Path, access: int = os.O_RDONLY) -> Iterator[_Table | None]:
-    """Open a cache file; give None if there is none that this user has written and nobody else could."""
+    """Open the table of a cache file if this user alone can write it; otherwise give None."""
     with open_own(path, access) as descriptor:
         size = 0 if descriptor is None else os.fstat(descriptor).st_size
         pages = size // _PAGE - 1

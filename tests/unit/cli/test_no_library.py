@@ -1,4 +1,4 @@
-"""Who has not typed the namespace ``library`` does not see it."""
+"""No output has the namespace ``library`` unless the user has typed it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_sample_says_how_many_blobs_were_hashed(stored: LocalStore) -> None:
 @pytest.mark.parametrize("share", ["0%", "101%", "5", "0/7", "8/7", "1/0", "half", "nan%"])
 def test_rejects_invalid_samples(share: str, stored: LocalStore) -> None:
     error = run("verify", "--sample", share, exit_code=2).stderr
-    assert f"'{share}' is not a sample such as 5% or 2/7" in error
+    assert f"'{share}' is not a sample; give a share such as 5%, or a part such as 2/7" in error
 
 
 def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
