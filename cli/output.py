@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
 SIGNATURE_FIELDS = "kind state signer key signed_as message created"
-"""Those of a signature, for :func:`records`."""
+"""The fields of a signature, for :func:`records`."""
 _ARGUMENT = re.compile(
     r"(?<![\w/'])"  # not in a path or a name that a message quotes
     r"(?:(anonymous|cold|force|mount|overwrite|verify)=(True|False)|"

@@ -1,4 +1,4 @@
-"""Does the same with several models, one after the other. If one fails, the others follow all the same."""
+"""Does the same with several models, one after the other, also after one of them has failed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Referen
 
     Raises:
         ModelNotFound: the store has no such model.
-        UsageError: they are not two models.
+        UsageError: there are fewer than two models, however many names they have.
     """
     entries = sorted(
         read_entries(store, references), key=lambda entry: (entry.modified, entry.reference)
@@ -29,5 +29,8 @@ def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Referen
     for entry in entries:  # using a manifest that cannot be read is the error
         own.setdefault(entry.digest or entry.reference, entry.reference)
     if len(own) < 2:
-        raise UsageError(f"steps are compared with each other, and this is {len(own)} model")
+        raise UsageError(
+            "there are fewer than two different models to compare",
+            advice="name two steps of a run or more",
+        )
     return sorted(own.values(), key=by_numbers)

@@ -120,7 +120,8 @@ def test_the_steps_of_a_run_are_rows_of_one_table(steps: LocalStore, names: list
 def test_a_run_needs_two_steps(steps: LocalStore) -> None:
     assert "missing argument 'B'" in run("diff", "run:step-10*", exit_code=2).stderr
     assert (
-        "this is 1 model" in run("diff", "run:[bs]*2", "run:best", "run:best", exit_code=2).stderr
+        "fewer than two different models"
+        in run("diff", "run:[bs]*2", "run:best", "run:best", exit_code=2).stderr
     )
     assert "no model matches" in run("diff", "none:*", exit_code=3).stderr
 

@@ -38,7 +38,7 @@ def test_a_manifest_that_cannot_be_read_is_a_step_of_its_own(store: LocalStore) 
 
 
 def test_a_run_has_two_models(store: LocalStore) -> None:
-    with pytest.raises(UsageError, match="and this is 1 model"):
+    with pytest.raises(UsageError, match="fewer than two different models to compare; name two"):
         steps(store, ["run:best", "run:s-9"])
     with pytest.raises(ModelNotFound):
         steps(store, ["run:best", "none"])
