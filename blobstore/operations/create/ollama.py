@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import cli_command, quote
-from blobstore.errors import DamagedSource, SourceNotFound, UnsupportedSource
+from blobstore.core.workers import Cancelled
+from blobstore.errors import BlobDamaged, DamagedSource, SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import is_valid_name
 from blobstore.manifests.ollama_files import MANIFEST, ollama_files
@@ -23,9 +27,10 @@ from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.sources.base import SourceOptions, TensorSource
     from blobstore.sources.fetched_tree import Downloads
 
@@ -55,18 +60,65 @@ def opened_source(
             # Messages say which model it is, not only which file.
             made = tempfile.TemporaryDirectory(prefix=f"ollama-{name.model}-{name.tag}-")
             folder = Path(stack.enter_context(made))
-            sizes = _link_files(name, folder)
+            store = _ollama_store()
+            layers = _link_files(store, name, folder)
+            sizes = {file: (folder / file).stat().st_size for file in (MANIFEST, *layers)}
             # Files that are listed may be links that lead out of the folder.
             tree = FileTree(folder, exclude=options.exclude, listed=sizes, label=source)
             others = (it for it in sizes if not it.endswith(GGUF))
             options = replace(options, keep=(*options.keep, *others))
-            model = HuggingFaceFolder(folder, options, tree)
+            model = _OllamaModel(folder, options, tree, store, layers.values())
             stack.enter_context(contextlib.closing(model))
             model.kind = f"{SCHEME}{name}"[:255]  # as records have it
             yield model
         else:
             opened = open_source(source, options, downloads=downloads, progress=progress)
             yield stack.enter_context(contextlib.closing(opened))
+
+
+class _OllamaModel(HuggingFaceFolder):
+    """A model of Ollama's. Its blobs are compared with their digests while they are imported."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: SourceOptions,
+        tree: FileTree,
+        store: LocalStore,
+        layers: Iterable[Descriptor],
+    ) -> None:
+        self._store = store
+        self._is_closed = threading.Event()
+        # It reads next to the threads that import the blobs, so that a disk sends each byte once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-digests")
+        super().__init__(folder, options, tree)
+        self._check = self._thread.submit(self._check_digests, [*layers])
+
+    def _check_digests(self, layers: Sequence[Descriptor]) -> None:
+        for layer in layers:
+            try:
+                self._store.check_digest(layer.digest, layer.size, self._stop_if_closed)
+            except BlobDamaged as error:
+                raise DamagedSource(
+                    error.message, advice="remove that file, and run 'ollama pull' for the model"
+                ) from error
+
+    def _stop_if_closed(self, _: int) -> None:
+        if self._is_closed.is_set():
+            raise Cancelled("stopped")
+
+    def check_unchanged(self) -> None:
+        """See :class:`TensorSource`. The first call waits for the digests."""
+        while not wait([self._check], interrupts.POLL).done:
+            interrupts.check()
+        self._check.result()
+        super().check_unchanged()
+
+    def close(self) -> None:
+        """See :class:`TensorSource`."""
+        self._is_closed.set()
+        self._thread.shutdown()
+        super().close()
 
 
 def ollama_models() -> list[tuple[str, str]]:
@@ -93,19 +145,18 @@ def _ollama_store() -> LocalStore:
     return LocalStore(root)
 
 
-def _link_files(name: Reference, folder: Path) -> dict[str, int]:
-    """Make links to the blobs of a model of Ollama's and write its manifest; return the sizes by name."""
-    store = _ollama_store()
+def _link_files(store: LocalStore, name: Reference, folder: Path) -> dict[str, Descriptor]:
+    """Make links to the blobs of a model of Ollama's and write its manifest; return the layers by file."""
     manifest, data = store.resolve(name), store.read_manifest(name)
     if not manifest.layers_of(media_types.MODEL) or manifest.layers_of(media_types.TENSOR):
         raise UnsupportedSource(
             f"{name} of {quote(store.root)} is no model in GGUF files",
             advice=f"{cli_command('cp', name, '--store', store.root, '--to', 'STORE')} copies it",
         )
-    sizes = {MANIFEST: len(data)}
     (folder / MANIFEST).parent.mkdir()
     (folder / MANIFEST).write_bytes(data)
-    for file, layer in ollama_files(manifest):
+    layers = dict(ollama_files(manifest))
+    for file, layer in layers.items():
         if not is_valid_name(file):
             raise UnsupportedSource(f"{name} has a layer of the type {quote(layer.media_type)}")
         path = Path(store.blob_path(layer.digest))
@@ -115,5 +166,4 @@ def _link_files(name: Reference, folder: Path) -> dict[str, int]:
                 advice=f"run 'ollama pull {name}'",
             )
         (folder / file).symlink_to(path)
-        sizes[file] = layer.size
-    return sizes
+    return layers

@@ -70,6 +70,24 @@ def test_a_model_that_ollama_has_not_downloaded_is_named(
             create("ollama://vision:8b", "m", store=store)
 
 
+def test_a_changed_byte_is_found_by_the_digest_in_the_name(
+    ollama: LocalStore, store: LocalStore
+) -> None:
+    manifest = add_gguf_model(ollama, "vision:8b", projector=PROJECTOR)
+    for layer in manifest.layers:
+        blob = Path(ollama.blob_path(layer.digest))
+        blob.chmod(0o600)
+        intact = blob.read_bytes()
+        blob.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        with pytest.raises(
+            DamagedSource, match=r"is damaged: .*; remove that file, and run 'ollama"
+        ):
+            create("ollama://vision:8b", "m", store=store)
+        blob.write_bytes(intact)
+    assert list(store.references()) == []
+    assert create("ollama://vision:8b", "m", store=store).tensors == 4
+
+
 def test_the_source_is_the_model_of_ollama(ollama: LocalStore, store: LocalStore) -> None:
     name = f"{'h' * 200}.example/{'n' * 70}/m:8b"
     for copy, model in (("short", "vision:8b"), ("long", name)):
