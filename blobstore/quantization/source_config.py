@@ -169,6 +169,8 @@ class SourceQuantConfig:
             for section in self._sections
             if section.get("weight_block_size")
         ]
+        for section in self._sections:
+            found += (_block("block_size", size) for size in _quark_blocks(section))
         for weights in self._weights(8):
             strategy = weights.get("strategy")
             if strategy in ("tensor", "channel"):
@@ -196,6 +198,16 @@ def _groups(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict):
             yield group
+
+
+def _quark_blocks(section: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the sizes of blocks of weights that AMD's Quark declares, for all layers and for some."""
+    own = section.get("layer_quant_config")
+    layers = own.values() if isinstance(own, dict) else ()
+    for layer in (section.get("global_quant_config"), *layers):
+        weights = layer.get("weight") if isinstance(layer, dict) else None
+        if isinstance(weights, dict) and weights.get("qscheme") == "per_block":
+            yield weights.get("block_size")
 
 
 def _packed_integers(weights: object) -> tuple[int, int | None] | None:

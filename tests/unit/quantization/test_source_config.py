@@ -140,6 +140,16 @@ def groups(*weights: Any) -> dict[str, Any]:
     return {"quantization_config": {"config_groups": named}}
 
 
+def quark(weight: object, *blocks: object) -> dict[str, Any]:
+    """Return a config of AMD's Quark, with layers that have blocks of their own."""
+    layers = {
+        f"layer{number}": {"weight": {"qscheme": "per_block", "block_size": block}}
+        for number, block in enumerate(blocks)
+    }
+    section = {"global_quant_config": {"weight": weight}, "layer_quant_config": layers}
+    return {"quantization_config": {"quant_method": "quark", **section}}
+
+
 FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
@@ -162,6 +172,13 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
         (groups({"num_bits": 8, "type": "int", "strategy": "channel"}), []),
         (groups(None, "x", []), []),
         ({"quantization_config": {"config_groups": [1, 2]}}, []),
+        (
+            quark({"qscheme": "per_block", "block_size": [32, 32]}, [128, 128]),
+            [(32, 32), (128, 128)],
+        ),
+        (quark({"qscheme": "per_tensor", "block_size": None}), []),
+        (quark([]), []),
+        ({"quantization_config": {"global_quant_config": 7, "layer_quant_config": [1]}}, []),
         ({"quantization_config": {"config_groups": {"group_0": 7}}}, []),
     ],
 )
