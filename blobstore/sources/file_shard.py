@@ -10,6 +10,7 @@ from blobstore.core.escape import quote
 from blobstore.core.file_kinds import HEAD, kind_of
 from blobstore.core.files import FileVersion, open_regular, read_exactly
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
+from blobstore.sources.holes import check_written
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class FileShard(ABC):
         self._descriptor, size = open_part(path, "weight file", opener)
         try:
             self._layout = self.parse(size)
+            self.notices = [*check_written(path, self._descriptor, self._layout)]
         except BaseException as error:
             head = self.read_range(0, HEAD) if isinstance(error, self.invalid) else b""
             self.close()
