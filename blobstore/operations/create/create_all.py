@@ -56,6 +56,10 @@ _LLAMA_CPP = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
 """Matches what llama.cpp lists the files of a repository and a quantization in, in its cache."""
 
 
+_LM_STUDIO = (".lmstudio", "lm-studio")
+"""The folders of LM Studio, now in the home and formerly in ``~/.cache``."""
+
+
 _STEP = re.compile(r"checkpoint-([0-9]+)")
 """Matches the folder that the Trainer of transformers makes for a step of a run."""
 
@@ -229,6 +233,8 @@ def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
     """Return the models of a folder, and whether it is a model itself, perhaps in several quantizations."""
     if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
         folder /= "hub"  # what HF_HOME names
+    if folder.name in _LM_STUDIO and (folder / "models").is_dir():
+        folder /= "models"
     name = name or name_of(path_name(folder))
     if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
         steps = [path for path in _models_below(folder) if _STEP.fullmatch(path.name)]

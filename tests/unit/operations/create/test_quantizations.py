@@ -63,10 +63,13 @@ def test_folders_of_quantizations_are_one_model(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_lm_studio_has_publishers(tmp_path: Path) -> None:
-    write_all(tmp_path, "org/gemma-GGUF/gemma-Q4_0.gguf", "org/gemma-GGUF/gemma-Q8_0.gguf")
-    write_all(tmp_path, "org/gemma-GGUF/mmproj-gemma-F16.gguf", "other/llama/llama-Q4_0.gguf")
-    write_all(tmp_path, "loose-Q4_0.gguf")
-    assert names(tmp_path) == ["org/gemma-GGUF:Q4_0", "org/gemma-GGUF:Q8_0", "other/llama", "loose"]
+    folder = tmp_path / ".lmstudio" / "models"
+    write_all(folder, "org/gemma-GGUF/gemma-Q4_0.gguf", "org/gemma-GGUF/gemma-Q8_0.gguf")
+    write_all(folder, "org/gemma-GGUF/mmproj-gemma-F16.gguf", "other/llama/llama-Q4_0.gguf")
+    write_all(folder, "loose-Q4_0.gguf")
+    found = ["org/gemma-GGUF:Q4_0", "org/gemma-GGUF:Q8_0", "other/llama", "loose"]
+    assert names(folder) == names(folder.parent) == found
+    assert names(folder.parent.rename(tmp_path / "lm-studio")) == found
 
 
 def test_the_cache_of_llama_cpp_has_all_repositories_in_one_folder(
