@@ -515,7 +515,8 @@ def _other_models(tree: FileTree, stored: Collection[str]) -> Iterator[str]:
         is_read = any(file.startswith(f"{name}/") for file in stored)
         if not is_read and not name.startswith(".") and tree.is_folder(name):
             with suppress(OSError, SourceError):
-                if any(has_ending(it) and not _has_no_model(it) for it in tree.entries(name)):
+                inside = (it for it in tree.entries(name) if has_ending(it) and not _has_no_model(it))
+                if any(_may_be_weights(tree, joined(name, it)) for it in inside):
                     yield str(tree.root / name)
 
 

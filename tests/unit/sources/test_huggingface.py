@@ -638,7 +638,7 @@ def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_weights_of_its_own_is_advised(tmp_path: Path) -> None:
-    put(touch(tmp_path, "onnx/x.onnx", "states/optimizer.pt"), model=ONE)
+    put(touch(tmp_path, "ir/openvino_model.bin", "onnx/x.onnx", "states/optimizer.pt"), model=ONE)
     put(tmp_path / "my other", model=TWO)
     *_, advice = Found(tmp_path).notices
     (command,) = re.findall(r"'blobstore create (.*)' imports it", advice)
