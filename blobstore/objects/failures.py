@@ -30,6 +30,8 @@ _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
 _THROTTLED: Final = {"429", "503"}
 _REDIRECTED: Final = {"301", "302", "307", "308"}
+_OF_S3: Final = re.compile(r"\b(AWS_|s3:)")
+"""Matches advice about the settings of S3, which other services do not have."""
 _RIGHTS: Final = {
     "s3:GetObject": " (without s3:ListBucket, a missing object is denied too); if the requester pays, set "
     "AWS_REQUEST_PAYER=true",
@@ -92,6 +94,10 @@ class Failure(NamedTuple):
             request: what was asked.
         """
         error = self._explained(what, request)
+        if not what.startswith("'s3:") and _OF_S3.search(error.advice):
+            error = type(error)(
+                error.message, advice="check the credentials and settings in the environment"
+            )
         error.status, error.code = int(self.status or 0), self.code or ""
         return error
 
