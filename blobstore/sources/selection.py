@@ -515,7 +515,9 @@ def _other_models(tree: FileTree, stored: Collection[str]) -> Iterator[str]:
         is_read = any(file.startswith(f"{name}/") for file in stored)
         if not is_read and not name.startswith(".") and tree.is_folder(name):
             with suppress(OSError, SourceError):
-                inside = (it for it in tree.entries(name) if has_ending(it) and not _has_no_model(it))
+                inside = (
+                    it for it in tree.entries(name) if has_ending(it) and not _has_no_model(it)
+                )
                 if any(_may_be_weights(tree, joined(name, it)) for it in inside):
                     yield str(tree.root / name)
 
@@ -542,17 +544,10 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     for name in sorted(names, key=lambda name: name.count("/")):
         check_whole(tree, [name])
         if kind := _other_kind(tree, name):
-            fault = DamagedSource if kind.use == "absent" else UnsupportedSource
-            pattern = f"*{PurePath(name).suffix}"
-            same = [it for it in names if glob_matches(it, pattern)]
-            keep = keeping(name)
-            if len(same) > 1:
-                keep = f"store such files as they are with create --keep {shell_word(pattern)}"
-            advice = f"{kind.advice}, or " * bool(kind.advice) + keep
-            return fault(
-                f"{tree.label()} has no weights that can be read, but {quote(name)}: this is {kind.what}",
-                advice=kind.advice if fault is DamagedSource else advice,
-            )
+            what = f"{tree.label()} has no weights that can be read, but {quote(name)}: this is {kind.what}"
+            if kind.use == "absent":
+                return DamagedSource(what, advice=kind.advice)
+            return UnsupportedSource(what, advice=keeping(name, names, instead_of=kind.advice))
     what = "has no weight files" if tree.entries() else "is empty"
     advice = ""
     if deeper := dict.fromkeys(
@@ -569,8 +564,9 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     elif others := [it for it in names if not is_kept(it.rpartition("/")[2])]:
         largest = max(others, key=lambda it: tree.size(it) or 0)
         kind = kind_of(tree.head(largest) or b" ") or FileKind("of an unknown format")
-        advice = f"{quote(largest)} is {kind.what}; " + f"{kind.advice}, or " * bool(kind.advice)
-        advice += keeping(largest)
+        advice = (
+            f"{quote(largest)} is {kind.what}; {keeping(largest, others, instead_of=kind.advice)}"
+        )
     return SourceError(
         f"{tree.label()} {what}; expected a Hugging Face model folder", advice=advice
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
@@ -29,7 +30,7 @@ from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -96,7 +97,7 @@ class ShardSet:
         try:
             shard, prefix = self._opened(path, prefix)
         except UnsupportedSource as error:
-            advice = f"{error.advice}, or " * bool(error.advice) + keeping(prefix + path.name)
+            advice = keeping(prefix + path.name, instead_of=error.advice)
             raise type(error)(error.message, advice=advice) from None
         if isinstance(shard, SafetensorsShard):
             self.metadata[path] = shard.metadata
@@ -217,11 +218,19 @@ class ShardSet:
             self._shards.popitem()[1].close()
 
 
-def keeping(name: str) -> str:
-    """Return the advice to store a file as it is; ``name`` is relative to the folder of the source."""
-    if is_valid_name(name):
-        return f"store the file as it is with create --keep {shell_word(name)}"
-    return "give the file a name of letters, digits, '_', '.' and '-', and store it as it is with create --keep"
+def keeping(name: str, among: Iterable[str] = (), *, instead_of: str = "") -> str:
+    """Return the advice to store a file as it is, or those of the same ending among some.
+
+    Names are relative to the folder of the source. ``instead_of`` is other advice, which comes first.
+    """
+    ending = PurePath(name).suffix
+    if ending and sum(it.endswith(ending) for it in among) > 1:
+        advice = f"store such files as they are with create --keep {shell_word(f'*{ending}')}"
+    elif is_valid_name(name):
+        advice = f"store the file as it is with create --keep {shell_word(name)}"
+    else:
+        advice = "give the file a name of letters, digits, '_', '.' and '-', and store it as it is with create --keep"
+    return f"{instead_of}, or {advice}" if instead_of else advice
 
 
 def wrapper_notices(names: Collection[str]) -> list[str]:
