@@ -42,7 +42,7 @@ READ = {
     "record of the source": media_version(media_types.SOURCE),
     "stacks of experts": media_version(media_types.STACKS),
     "cold blob": prefix_versions(*table.PREFIXES),
-    "rule that quantizes blocks of GGUF": str(quant_rule._VERSION),
+    "rule that quantizes blocks of GGUF": ", ".join(map(str, quant_rule._VERSIONS)),
     "cold layer in a registry": media_version(cold_layers.COLD),
     "list of cold layers of bases": media_version(cold_layers.COLD_BASES),
     "archive": prefix_versions(archives.PREFIX),

@@ -334,7 +334,7 @@ class _BaseAligner:
             blocks = Blocks.of(entry, self._header) if self._has_rules else None
             found = blocks and find_rule(blocks, self._read_into, self._base, self._base_header)
             if found is not None:
-                yield span._replace(base_begin=found[0], rule=found[1])
+                yield span._replace(base_begin=found.begin, rule=found.rule)
                 continue
             other, named = single or theirs.get(name), None
             if other is not None and other.spec[1:] == entry.spec[1:]:

@@ -1,8 +1,9 @@
 """Finds blobs with the weights that blocks of GGUF were quantized from: the parents of a ladder of quantizations.
 
-What a parent is called does not matter: a sample of its first row is quantized to each type, and looked up. So
-the tensors of safetensors files are found as well as those of GGUF files. The rows of queries and keys, which
-llama.cpp permutes, have the same first row.
+What a parent is called does not matter: weights of its first and its last row are compared with those that the
+blocks stand for, and samples decide between those that are similar. So the tensors of safetensors files are
+found as well as those of GGUF files. The rows of queries and keys, which llama.cpp permutes, have the same first
+and the same last row.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.cold_blobs.quantized import SAMPLE, Blocks, find_rule, sources_of
+from blobstore.cold_blobs.quantized import SAMPLE, Blocks, Found, find_rule, sources_of, unit_vector
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Final
+
+    import numpy as np
 
     from blobstore.cold_blobs.blob_encoder import SizeEstimator
     from blobstore.core.digest import BlobId, Digest
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
     Layers = Mapping[str, Descriptor]
+    Array = np.ndarray[Any, Any]
 
 _MAX_HEADER: Final = 1 << 16
 """Bytes of the header of a blob with one tensor, at most."""
@@ -35,7 +39,9 @@ _EXPERTS: Final = "experts"
 _WIDTHS: Final = (2, 4)
 """Bytes of a weight."""
 _MAX_COMPARED: Final = 8
-"""Blobs with the sample of another that are compared with it."""
+"""Tensors that are similar to a blob and compared with it."""
+_MIN_COSINE: Final = 0.3
+"""Of the angle between similar weights: ternary codes may leave as little. Others are nearly at right angles."""
 
 
 class _Child(NamedTuple):
@@ -43,7 +49,8 @@ class _Child(NamedTuple):
 
     blob: Descriptor
     blocks: Blocks
-    sample: bytes
+    sample: Array
+    """A unit vector of weights."""
 
 
 class _Candidate(NamedTuple):
@@ -51,6 +58,14 @@ class _Candidate(NamedTuple):
 
     blob: Descriptor
     header: Header
+
+
+class _Samples(NamedTuple):
+    """The tensors of candidates that have one number of weights."""
+
+    candidates: list[_Candidate]
+    vectors: list[Array]
+    """A unit vector of weights of each."""
 
 
 class ParentFinder:
@@ -105,7 +120,7 @@ class ParentFinder:
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
     def _children(self) -> Iterator[_Child]:
-        """Yield the blobs to be frozen whose only tensor is blocks of a type that is quantized without a search."""
+        """Yield the blobs to be frozen whose only tensor is blocks that may follow from weights."""
         bases = set(self._deltas.values())
         wanted = [
             blob
@@ -119,45 +134,55 @@ class ParentFinder:
             if blocks is not None:
                 with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                     read = self._store.base(*blob.id).read_into
-                    yield _Child(blob, blocks, blocks.sample(read))
+                    yield _Child(blob, blocks, blocks.unit_vector(read))
 
     def _find(
         self, children: list[_Child], models: Iterable[Layers], others: Mapping[Digest, BlobId]
     ) -> Iterator[tuple[_Child, BlobId]]:
         """Yield children with their parents."""
-        types: dict[int, set[str]] = defaultdict(set)
-        for child in children:
-            types[child.blocks.elements].add(child.blocks.type_name)
-        by_sample: dict[tuple[int, bytes], list[_Candidate]] = defaultdict(list)
-        for candidate in self._candidates(models, set(types)):
-            for entry in sources_of(candidate.header, set(types)):
+        import numpy as np
+
+        columns = {child.blocks.elements: child.blocks.columns for child in children}
+        samples: dict[int, _Samples] = defaultdict(lambda: _Samples([], []))
+        for candidate in self._candidates(models, set(columns)):
+            for entry in sources_of(candidate.header, set(columns)):
                 count = math.prod(entry.spec.shape)
-                for sample in self._quantized_samples(candidate, entry, types[count]):
-                    by_sample[count, sample].append(candidate)
+                with contextlib.suppress(BlobstoreError):
+                    found = self._unit_vector(candidate, entry, columns[count])
+                    samples[count].candidates.append(candidate)
+                    samples[count].vectors.append(found)
         for child in children:
-            found = by_sample.get((child.blocks.elements, child.sample), [])
-            parent = self._first_parent(child, found, others)
+            candidates, vectors = samples[child.blocks.elements]
+            if not vectors:
+                continue
+            cosines = np.stack(vectors) @ child.sample
+            nearest = np.argsort(-cosines, kind="stable")[:_MAX_COMPARED].tolist()
+            similar = [candidates[at] for at in nearest if cosines[at] >= _MIN_COSINE]
+            parent = self._best_parent(child, similar, others)
             if parent is not None:
                 yield child, parent
 
-    def _first_parent(
-        self, child: _Child, candidates: list[_Candidate], others: Mapping[Digest, BlobId]
+    def _best_parent(
+        self, child: _Child, similar: list[_Candidate], others: Mapping[Digest, BlobId]
     ) -> BlobId | None:
-        """Return the first candidate whose samples are predicted: preferably of the same name, and not a delta."""
+        """Return the blob that most follows from: of several preferably one of the same name, and no delta."""
 
         def rank(item: _Candidate) -> tuple[bool, bool, str]:
             digest = item.blob.digest
             return digest in others, item.blob.name != child.blob.name, digest.hex
 
-        for item in sorted(candidates, key=rank)[:_MAX_COMPARED]:
+        best: tuple[Found, BlobId] | None = None
+        read = self._store.base(*child.blob.id).read_into
+        for item in sorted(similar, key=rank):
+            found = None
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
-                read, base = (
-                    self._store.base(*child.blob.id).read_into,
-                    self._store.base(*item.blob.id),
-                )
-                if find_rule(child.blocks, read, base, item.header) is not None:
-                    return item.blob.id
-        return None
+                base = self._store.base(*item.blob.id)
+                found = find_rule(child.blocks, read, base, item.header)
+            if found is not None and (best is None or found.differing < best[0].differing):
+                best = found, item.blob.id
+                if not found.differing:
+                    break
+        return None if best is None else best[1]
 
     def _candidates(self, models: Iterable[Layers], counts: set[int]) -> Iterator[_Candidate]:
         """Yield the blobs that may have a tensor of so many weights, by their sizes."""
@@ -185,22 +210,17 @@ class ParentFinder:
             if isinstance(header, Header):
                 yield blob, header
 
-    def _quantized_samples(
-        self, candidate: _Candidate, entry: TensorEntry, types: set[str]
-    ) -> Iterator[bytes]:
-        """Yield the first weights of a tensor, quantized to each type."""
-        from blobstore.compression.quant_rule import QuantRule
+    def _unit_vector(self, candidate: _Candidate, entry: TensorEntry, columns: int) -> Array:
+        """Return weights of a tensor as a unit vector."""
+        from blobstore.compression.quant_rule import weights_of  # imports numpy
 
-        blob, header = candidate
-        columns = entry.spec.shape[-1]
-        with contextlib.suppress(BlobstoreError):
-            base = self._store.base(*blob.id)
-            begin = header.data_start + entry.begin
-            for type_name in sorted(types):
-                rule = QuantRule(type_name, entry.spec.dtype)
-                count = min(SAMPLE, columns) // rule.kind.weights
-                size = count * rule.kind.size
-                yield rule.predict(lambda at, many: base.read(begin + at, many), 0, size).tobytes()
+        base = self._store.base(*candidate.blob.id)
+        width = entry.spec.dtype.bits // 8
+        size = min(SAMPLE, columns) * width
+        begin = candidate.header.data_start + entry.begin
+        end = candidate.header.data_start + entry.end
+        ends = [base.read(at, size).tobytes() for at in (begin, end - size)]
+        return unit_vector(weights_of(b"".join(ends), entry.spec.dtype))
 
     def _size(self, blob: BlobId, base: BlobId | None = None) -> int:
         try:

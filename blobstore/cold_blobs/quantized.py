@@ -1,7 +1,8 @@
-"""Compares blocks of GGUF with tensors that they may have been quantized from: samples must have equal bytes.
+"""Compares blocks of GGUF with tensors that they may have been quantized from, by samples.
 
-Only types whose blocks follow from their weights alone are compared. A file that was quantized with an
-importance matrix, or from other weights, has other samples.
+Where blocks follow from their weights alone, samples must have equal bytes. Where scales were searched for, also
+with an importance matrix, most of the codes must follow from the weights and the scales. Other weights, such as
+those of a fine-tune, have fewer such codes. Weights that were rounded to a smaller type before are tried, too.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from blobstore.quantization.metadata import is_blocks, parse_quant_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Final
+    from typing import Any, Final
+
+    import numpy as np
 
     from blobstore.cold_blobs.tensor_index import Read
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.quant_rule import QuantRule
     from blobstore.safetensors.header import Header, TensorEntry
 
+    Array = np.ndarray[Any, Any]
+
 SOURCES: Final = (DType.F32, DType.F16, DType.BF16)
 """The types of weights that blocks are quantized from."""
 SAMPLE: Final = 256
 """Weights of a sample, if rows have as many."""
+_CODED_SAMPLE: Final = 1 << 12
+"""Weights of a sample whose codes are compared, at each of the same places."""
+_MAX_DIFFERING: Final = 0.5
+"""The share of bytes of codes that may differ: those of other weights nearly all do."""
 _PLACES: Final = (0, 3, 5, 8, 11, 13)
 """Where samples lie, in thirteenths: at rows of attention heads that a permutation moves."""
 _MAX_HEAD: Final = 1024
@@ -50,17 +59,18 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, entry: TensorEntry, header: Header) -> Blocks | None:
-        """Return a tensor of a blob, or None if its type is not one that is quantized without a search."""
+        """Return a tensor of a blob, or None if its blocks or their codes do not follow from weights."""
         size = entry.end - entry.begin
         if size < MIN_PIECE or not is_blocks(entry.spec, header.metadata):
             return None
-        from blobstore.gguf.quantize import QUANTIZED  # imports numpy
+        from blobstore.gguf.fill_codes import CODED  # imports numpy
+        from blobstore.gguf.quantize import QUANTIZED
 
         try:
             found = parse_quant_metadata(entry.spec, {}, header.metadata)
         except BlobDamaged:  # reported when the tensor is read
             return None
-        if found is None or found[0].gguf_name not in QUANTIZED:
+        if found is None or found[0].gguf_name not in QUANTIZED | CODED:
             return None
         item = found[0]
         columns = item.columns(entry.spec.shape[-1])
@@ -77,11 +87,20 @@ class Blocks(NamedTuple):
         """Bytes of a sample, which lies in one row."""
         return min(SAMPLE, self.columns) // self.weights * self.block_size
 
-    def sample(self, read: Read, offset: int = 0) -> bytes:
-        """Return the bytes of a sample. Raises what ``read`` raises."""
-        found = bytearray(self.sample_size)
+    def sample(self, read: Read, offset: int = 0, size: int = 0) -> bytes:
+        """Return the bytes of a sample, of the usual size by default. Raises what ``read`` raises."""
+        found = bytearray(size or self.sample_size)
         read(memoryview(found), self.begin + offset)
         return bytes(found)
+
+    def unit_vector(self, read: Read) -> Array:
+        """Return weights of the first and the last row, as :func:`unit_vector`. Raises what ``read`` raises."""
+        import numpy as np
+
+        from blobstore.gguf.dequantize import dequantize
+
+        ends = self.sample(read) + self.sample(read, self.size - self.sample_size)
+        return unit_vector(dequantize(self.type_name, np.frombuffer(ends, np.uint8)))
 
 
 def sources_of(header: Header, counts: set[int]) -> Iterator[TensorEntry]:
@@ -91,10 +110,28 @@ def sources_of(header: Header, counts: set[int]) -> Iterator[TensorEntry]:
             yield entry
 
 
-def find_rule(
-    blocks: Blocks, read: Read, base: BaseBlob, base_header: Header
-) -> tuple[int, QuantRule] | None:
-    """Find the weights in a base that blocks were quantized from; return their offset, and the rule.
+def unit_vector(weights: Array) -> Array:
+    """Return weights divided by their length; 0 if that is 0 or not finite."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        length = np.linalg.norm(weights)
+        found: Array = weights / length
+    return found if 0 < length < np.inf else np.zeros_like(weights)
+
+
+class Found(NamedTuple):
+    """Weights in a base, and how blocks follow from them."""
+
+    differing: float
+    """The share of the bytes of samples that do not follow."""
+    begin: int
+    """Offset of the weights in the base."""
+    rule: QuantRule
+
+
+def find_rule(blocks: Blocks, read: Read, base: BaseBlob, base_header: Header) -> Found | None:
+    """Find the weights in a base that blocks were quantized from.
 
     Args:
         blocks: the tensor.
@@ -103,22 +140,28 @@ def find_rule(
         base_header: its header.
 
     Returns:
-        None if no tensor of the base has weights whose samples become those of the blocks.
+        the weights from which most follows; None if no tensor of the base has any.
 
     Raises what reading the blobs raises.
     """
     from blobstore.compression.quant_rule import QuantRule  # imports numpy
+    from blobstore.gguf.fill_codes import CODED
+    from blobstore.gguf.quantize import QUANTIZED
 
+    best: Found | None = None
     for entry in sources_of(base_header, {blocks.elements}):
         begin = base_header.data_start + entry.begin
         pair = _Pair(blocks, read, base, begin)
-        rule = QuantRule(blocks.type_name, entry.spec.dtype)
-        if pair.is_predicted(rule):
-            return begin, rule
-        permuted = pair.find_permutation(rule)
-        if permuted is not None:
-            return begin, permuted
-    return None
+        found = None
+        if blocks.type_name in QUANTIZED:
+            found = pair.find(QuantRule(blocks.type_name, entry.spec.dtype))
+        if found is None and blocks.type_name in CODED:
+            found = pair.find(QuantRule(blocks.type_name, entry.spec.dtype, keeps_scales=True))
+        if found is not None and (best is None or found.differing < best.differing):
+            best = found
+        if best is not None and not best.differing:
+            break
+    return best
 
 
 class _Pair(NamedTuple):
@@ -130,39 +173,70 @@ class _Pair(NamedTuple):
     begin: int
     """Offset of the weights in the base."""
 
-    def _predict(self, rule: QuantRule, offset: int) -> bytes:
-        """Return the bytes that a rule predicts for a sample."""
-        found = rule.predict(
-            lambda at, size: self.base.read(self.begin + at, size), offset, self.blocks.sample_size
-        )
-        return found.tobytes()
+    def find(self, rule: QuantRule) -> Found | None:
+        """Return how blocks follow by a rule, or by it with other casts or a permutation; None if they do not."""
+        most = _MAX_DIFFERING if rule.keeps_scales else 0.0
+        if self._differing(rule, [0], self.blocks.sample_size) > most:
+            return None  # a permutation keeps the first row
+        offsets = self._offsets(rule)
+        differing = self._differing(rule, offsets)
+        if differing > most:
+            permuted = self._find_permutation(rule, most)
+            if permuted is None:
+                return None
+            rule, differing = permuted, self._differing(permuted, offsets)
+        found = Found(differing, self.begin, rule)
+        if differing and rule.keeps_scales:
+            for cast in SOURCES:
+                other = rule._replace(cast=cast)
+                differing = self._differing(other, offsets)
+                if differing < found.differing:
+                    found = found._replace(differing=differing, rule=other)
+        return found
 
-    def is_predicted(self, rule: QuantRule) -> bool:
-        """Return whether a rule predicts all samples."""
-        last = (self.blocks.size - self.blocks.sample_size) // self.blocks.block_size
-        offsets = [last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES]
-        return all(
-            self.blocks.sample(self.read, at) == self._predict(rule, at)
-            for at in dict.fromkeys(offsets)
+    def _offsets(self, rule: QuantRule) -> list[int]:
+        """Return where samples begin."""
+        last = (self.blocks.size - self._size(rule)) // self.blocks.block_size
+        return list(
+            dict.fromkeys(last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES)
         )
 
-    def find_permutation(self, rule: QuantRule) -> QuantRule | None:
+    def _size(self, rule: QuantRule) -> int:
+        """Return the size of a sample."""
+        if not rule.keeps_scales:
+            return self.blocks.sample_size
+        return min(_CODED_SAMPLE // self.blocks.weights * self.blocks.block_size, self.blocks.size)
+
+    def _differing(self, rule: QuantRule, offsets: list[int], size: int = 0) -> float:
+        """Return the share of the bytes of samples, or of those of their codes, that a rule does not predict."""
+        import numpy as np
+
+        differing = total = 0
+        for offset in offsets:
+            sample = self.blocks.sample(self.read, offset, size or self._size(rule))
+            mine = np.frombuffer(sample, np.uint8)
+            theirs = rule.expect(
+                lambda at, count: self.base.read(self.begin + at, count), offset, mine
+            )
+            differing += int(np.count_nonzero(mine != theirs))
+            total += len(mine) - rule.kept_size(len(mine))
+        return differing / total
+
+    def _find_permutation(self, rule: QuantRule, most: float) -> QuantRule | None:
         """Return the rule with llama.cpp's permutation of rows for rotary embeddings; None if it predicts less.
 
         It keeps the first row of the first head and the last row, and moves row head / 2 to 1.
         """
         row = self.blocks.columns // self.blocks.weights * self.blocks.block_size
         rows = self.blocks.size // row
-        if self.blocks.sample(self.read) != self._predict(rule, 0):
-            return None
-        second = self.blocks.sample(self.read, row) if rows > 1 else b""
+        offsets = self._offsets(rule)
         for head in range(4, min(rows, _MAX_HEAD) + 1, 2):
             permuted = rule._replace(columns=self.blocks.columns, head=head)
             if (
                 rows % head == 0
                 and permuted.is_possible(self.blocks.size)
-                and self._predict(rule, head // 2 * row) == second
-                and self.is_predicted(permuted)
+                and self._differing(permuted, [row], self.blocks.sample_size) <= most
+                and self._differing(permuted, offsets) <= most
             ):
                 return permuted
         return None

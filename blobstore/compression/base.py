@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from blobstore.compression.table import Part, Table
     from blobstore.core.tensor import DType
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ALIGNMENT = 8
@@ -127,11 +128,15 @@ class Prediction:
         self._rule = rule
         self._predictor = LowRankPredictor(factors, dtype) if factors and dtype else None
 
-    def read(self, offset: int, size: int) -> Bytes:
+    def read(self, offset: int, size: int) -> Array:
         """Return the prediction for ``size`` bytes from ``offset`` of the part on.
+
+        If the part keeps the scales of blocks, these are the weights that its codes follow from.
 
         The result is aligned, and valid until this thread's next call.
         """
+        if self._rule is not None and self._rule.keeps_scales:
+            return self._rule.weights(self._read, offset, size)
         if self._rule is not None:
             return self._rule.predict(self._read, offset, size)
         base = self._read(offset, size)

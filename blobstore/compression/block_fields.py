@@ -105,13 +105,17 @@ _MERGED: Final = {
 }
 
 
+def ranges_of(kind: GgufType) -> list[tuple[int, int]]:
+    """Return where each field of a block begins and ends."""
+    return list(pairwise(accumulate(_SIZES[kind.name], initial=0)))
+
+
 class BlockFields:
     """The planes of one type of blocks."""
 
     def __init__(self, kind: GgufType) -> None:
         self.kind = kind
-        ends = accumulate(_SIZES[kind.name], initial=0)
-        self._ranges = list(pairwise(ends))
+        self._ranges = ranges_of(kind)
         self._merge = _MERGED.get(kind.name)
         self._single = [
             number

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from blobstore.compression.entropy import Plane
     from blobstore.compression.transforms import Transform
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -36,7 +37,7 @@ class Pipeline(NamedTuple):
 
 def encode_chunk(
     chunk: Bytes,
-    base: Bytes | None,
+    base: Array | None,
     pipelines: Sequence[Pipeline],
     prepared: Sequence[Bytes] | None = None,
 ) -> tuple[Chunk, list[Plane]]:
@@ -46,7 +47,7 @@ def encode_chunk(
 
     Args:
         chunk: aligned bytes.
-        base: as many bytes of the base.
+        base: as many bytes of the base, or the weights of blocks whose scales are kept.
         pipelines: the best first.
         prepared: the planes that the first pipeline's transform makes, if they are known.
     """
@@ -68,7 +69,7 @@ def encode_chunk(
 
 
 def decode_chunk(
-    entry: Chunk, transform: Transform, stored: memoryview, out: Bytes, base: Bytes | None
+    entry: Chunk, transform: Transform, stored: memoryview, out: Bytes, base: Array | None
 ) -> None:
     """Decode a chunk into ``out`` and verify it.
 
@@ -77,7 +78,7 @@ def decode_chunk(
         transform: the transform that the entry names.
         stored: its planes, one after the other.
         out: aligned memory of the chunk's size.
-        base: as many bytes of the base, if the transform needs one.
+        base: what it was encoded against, if the transform needs a base.
 
     Raises:
         ColdDamaged: the planes cannot be decoded, or do not match the checksum.

@@ -16,6 +16,7 @@ from zlib_ng.zlib_ng import crc32
 from blobstore.compression.base import Prediction
 from blobstore.compression.chunks import encode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
+from blobstore.compression.quant_rule import MAX_CODED
 from blobstore.compression.scratch import scratch
 from blobstore.compression.spans import Span
 from blobstore.compression.table import (
@@ -28,7 +29,7 @@ from blobstore.compression.table import (
     Table,
     encode_table,
 )
-from blobstore.compression.transforms import predicted_type, width_of
+from blobstore.compression.transforms import needs_base, width_of
 from blobstore.compression.tuning import choose_pipelines
 from blobstore.core.digest import Digester
 from blobstore.errors import UsageError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import DType
     from blobstore.gguf.types import GgufType
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]
 
@@ -60,8 +62,6 @@ distributions would share one Huffman code.
 """
 _GRAIN: Final = 1 << 12
 """All chunks but the last are multiples of this many bytes."""
-_QUANTIZED_AT_ONCE: Final = 1 << 20
-"""Elements of a base that a chunk is quantized from, at most."""
 _CHUNKS_PER_CHOICE: Final = 32
 """Consecutive chunks that share one choice of pipelines at most."""
 _MAX_DEVIATION: Final = 1 / 8
@@ -114,7 +114,8 @@ def encode(
         prediction = _prediction(span, part, base)
         if span.factors is not None and part.same_as is None:
             write(span.factors)
-        encoder = _ChunkEncoder(span.dtype, level, span.blocks)
+        keeps_scales = span.rule is not None and span.rule.keeps_scales
+        encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
         first = len(chunks)
         for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
@@ -128,15 +129,15 @@ def encode(
                 write(plane.data)
         alone += encoder.size_alone
         if part.factors is None and all(
-            predicted_type(chunk.transform) is None for chunk in chunks[first:]
+            not needs_base(chunk.transform) for chunk in chunks[first:]
         ):
             parts[number] = part._replace(base_begin=None, rule=None)
     source.expect_end()
-    needs_base = any(part.base_begin is not None for part in parts)
+    depends = any(part.base_begin is not None for part in parts)
     table = Table(
         digest or digester.digest(),
         sum(span.size for span in spans),
-        base.identity if base is not None and needs_base else None,
+        base.identity if base is not None and depends else None,
         parts,
         chunks,
         has_blocks,
@@ -162,9 +163,17 @@ def parts_of(spans: Sequence[Span]) -> list[Part]:
 class _ChunkEncoder:
     """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 
-    def __init__(self, dtype: DType | None, level: Level, blocks: GgufType | None = None) -> None:
+    def __init__(
+        self,
+        dtype: DType | None,
+        level: Level,
+        blocks: GgufType | None = None,
+        *,
+        keeps_scales: bool = False,
+    ) -> None:
         self._dtype = dtype
         self._blocks = blocks
+        self._keeps_scales = keeps_scales
         self._level: Level = level
         self._pipelines: Sequence[Pipeline] = ()
         self._ratio = 0.0
@@ -175,7 +184,7 @@ class _ChunkEncoder:
         self.size_alone = 0.0
         """About the bytes that the chunks would take without a base."""
 
-    def encode(self, chunk: Bytes, predicted: Bytes | None) -> tuple[Chunk, list[Plane]]:
+    def encode(self, chunk: Bytes, predicted: Array | None) -> tuple[Chunk, list[Plane]]:
         """Encode the next chunk; the planes are valid until this thread encodes again."""
         if self._remaining:
             self._remaining -= 1
@@ -183,7 +192,14 @@ class _ChunkEncoder:
             if abs(entry.stored_size / len(chunk) - self._ratio) <= _MAX_DEVIATION:
                 self.size_alone += self._ratio_alone * len(chunk)
                 return entry, planes
-        choice = choose_pipelines(chunk, predicted, self._dtype, self._level, self._blocks)
+        choice = choose_pipelines(
+            chunk,
+            predicted,
+            self._dtype,
+            self._level,
+            self._blocks,
+            keeps_scales=self._keeps_scales,
+        )
         self._pipelines, self._ratio_alone = choice.pipelines, choice.ratio_alone
         self.size_alone += self._ratio_alone * len(chunk)
         self._remaining = _CHUNKS_PER_CHOICE - 1
@@ -221,7 +237,7 @@ def _quantized_chunk(size: int, rule: QuantRule) -> int:
     if not rule.is_possible(size):
         raise UsageError(f"a span of {size} bytes cannot be quantized by {rule}")
     source = _part(Span(rule.source_size(size), rule.dtype)).chunk_size // rule.source_width
-    most = min(_QUANTIZED_AT_ONCE, MAX_CHUNK // rule.kind.size * rule.kind.weights)
+    most = min(MAX_CODED, MAX_CHUNK // rule.kind.size * rule.kind.weights)
     elements = max(most // source, 1) * source
     return min(size, elements // rule.kind.weights * rule.kind.size)
 

@@ -80,11 +80,12 @@ def estimate_size(
     """
     begins = accumulate((span.size for span in spans), initial=0)
     kinds: dict[object, list[tuple[int, Span]]] = defaultdict(list)
+    total = 0.0
     for begin, span in zip(begins, spans, strict=False):
         if span.rule is not None:
-            continue  # samples of it were predicted
+            total += span.rule.kept_size(span.size)  # samples of the rest were predicted
+            continue
         kinds[span.size, span.dtype, span.shape, span.base_begin is None].append((begin, span))
-    total = 0.0
     for same_kind in kinds.values():
         tried = same_kind[:: -(-len(same_kind) // _SAMPLED_SPANS)]
         size = 0.0

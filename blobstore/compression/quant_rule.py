@@ -1,7 +1,9 @@
 """Rules that quantize a tensor of the base: what comes out predicts a part of a blob.
 
 If a file was quantized without an importance matrix, to a type whose blocks follow from their weights alone,
-the prediction is the part itself. Rules give the same bits on every machine (:mod:`blobstore.gguf.quantize`).
+the prediction is the part itself (:mod:`blobstore.gguf.quantize`). If scales were searched for, the part keeps
+them, and the codes follow from these and the weights (:mod:`blobstore.gguf.fill_codes`). Rules give the same
+bits on every machine.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from blobstore.compression.scratch import scratch
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
+from blobstore.gguf.fill_codes import CODED, codes_of, fill_codes
 from blobstore.gguf.quantize import QUANTIZED, quantize
 from blobstore.gguf.types import TYPES
 
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
 
     from blobstore.gguf.types import GgufType
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MAX_HEAD: Final = 1 << 22
 """Elements of an attention head at most, because its rows are read together."""
-_VERSION: Final = 1
+MAX_CODED: Final = 1 << 20
+"""Weights of a chunk whose scales are kept at most, because they are read together."""
+_VERSIONS: Final = {1: QUANTIZED, 2: CODED}
+"""The types of each version of rules: the second one keeps scales."""
 _READ: Final = 1 << 22
 """Bytes of a base that are read at once at most, unless its rows are permuted."""
 _RECORD: Final = struct.Struct("<BBBBII")
@@ -35,14 +42,28 @@ RULE_SIZE: Final = _RECORD.size
 _SOURCES: Final = {0: DType.F32, 1: DType.F16, 30: DType.BF16}
 """The types of weights, by their numbers in GGUF files."""
 _NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
-_NUMBERS: Final = {kind.name: number for number, kind in TYPES.items() if kind.name in QUANTIZED}
+_SOURCE_NUMBERS: Final = {dtype: number for number, dtype in _SOURCES.items()}
+_NUMBERS: Final = {kind.name: number for number, kind in TYPES.items()}
+
+
+def to_float32(weights: Array) -> Array:
+    """Return a copy of weights as float32; uint16 has the bits of bfloat16."""
+    if weights.dtype == np.uint16:
+        return (weights.astype(np.uint32) << 16).view(np.float32)
+    return weights.astype(np.float32)
+
+
+def weights_of(data: bytes, dtype: DType) -> Array:
+    """Return the weights that bytes of a tensor hold, as float32."""
+    return to_float32(np.frombuffer(data, _NUMPY_TYPES[dtype]))
 
 
 class QuantRule(NamedTuple):
     """How blocks are computed from elements of a base."""
 
     type_name: str
-    """The type of the blocks, one of :data:`~blobstore.gguf.quantize.QUANTIZED`."""
+    """The type of the blocks: one of :data:`~blobstore.gguf.fill_codes.CODED` if the rule keeps scales, else
+    of :data:`~blobstore.gguf.quantize.QUANTIZED`."""
     dtype: DType
     """The type of the base's elements: F32, F16 or BF16."""
     columns: int = 0
@@ -50,11 +71,21 @@ class QuantRule(NamedTuple):
     head: int = 0
     """Rows of an attention head. Row 2i + j of each head is row i + j * head / 2 of the base's, because
     llama.cpp interleaves what rotary embeddings turn together. 0 if rows are not permuted."""
+    keeps_scales: bool = False
+    """Whether the part has the scales of its blocks, and only their codes are computed."""
+    cast: DType = DType.F32
+    """The type that the weights had before they were quantized: F32, or F16 or BF16 if they were rounded to it.
+    Only rules that keep scales round."""
 
     @property
     def kind(self) -> GgufType:
         """The type of the blocks."""
-        return TYPES[_NUMBERS[self.type_name]]
+        return TYPES[self.number]
+
+    @property
+    def number(self) -> int:
+        """The number of this type in GGUF files."""
+        return _NUMBERS[self.type_name]
 
     @property
     def source_width(self) -> int:
@@ -65,9 +96,21 @@ class QuantRule(NamedTuple):
         """Return how many bytes of the base become ``size`` bytes of blocks."""
         return size // self.kind.size * self.kind.weights * self.source_width
 
-    def is_possible(self, size: int) -> bool:
-        """Return whether ``size`` bytes can be whole blocks, and whole heads if rows are permuted."""
-        if size % self.kind.size:
+    def kept_size(self, size: int) -> int:
+        """Return how many bytes of ``size`` bytes of blocks are not predicted."""
+        if not self.keeps_scales:
+            return 0
+        kept = self.kind.size - len(codes_of(self.type_name))
+        return size // self.kind.size * kept
+
+    def is_possible(self, size: int, chunk_size: int = 0) -> bool:
+        """Return whether ``size`` bytes can be whole blocks, and whole heads if rows are permuted.
+
+        So can be chunks of ``chunk_size`` bytes, whose weights are not too many.
+        """
+        if size % self.kind.size or chunk_size % self.kind.size:
+            return False
+        if self.keeps_scales and chunk_size // self.kind.size * self.kind.weights > MAX_CODED:
             return False
         if not self.head:
             return not self.columns
@@ -78,9 +121,9 @@ class QuantRule(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the rule as bytes of a table."""
-        source = next(number for number, dtype in _SOURCES.items() if dtype is self.dtype)
-        number = _NUMBERS[self.type_name]
-        return _RECORD.pack(number, _VERSION, source, 0, self.columns, self.head)
+        version = 2 if self.keeps_scales else 1
+        source, cast = _SOURCE_NUMBERS[self.dtype], _SOURCE_NUMBERS[self.cast]
+        return _RECORD.pack(self.number, version, source, cast, self.columns, self.head)
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> QuantRule:
@@ -89,16 +132,50 @@ class QuantRule(NamedTuple):
         Raises:
             ColdDamaged: there is no such rule.
         """
-        number, version, source, reserved, columns, head = _RECORD.unpack(record)
+        number, version, source, cast, columns, head = _RECORD.unpack(record)
         kind = TYPES.get(number)
-        if version != _VERSION or kind is None or kind.name not in QUANTIZED:
+        if kind is None or kind.name not in _VERSIONS.get(version, ()):
             raise ColdDamaged(
                 f"blocks of type {number} quantized by version {version} of its rule are unknown; a newer "
                 "program may know them"
             )
-        if source not in _SOURCES or reserved:
-            raise ColdDamaged(f"blocks cannot be quantized from type {source}, {reserved}")
-        return cls(kind.name, _SOURCES[source], columns, head)
+        keeps_scales = version > 1
+        if source not in _SOURCES or cast not in (_SOURCES if keeps_scales else (0,)):
+            raise ColdDamaged(f"blocks cannot be quantized from type {source}, {cast}")
+        return cls(kind.name, _SOURCES[source], columns, head, keeps_scales, cast=_SOURCES[cast])
+
+    def weights(self, read: Callable[[int, int], Bytes], offset: int, size: int) -> Array:
+        """Return the weights of ``size`` bytes of blocks from ``offset`` on, as :meth:`predict` takes them.
+
+        The result is float32 or float16, or uint16 with the bits of bfloat16, and valid until this thread's
+        next call.
+        """
+        begin, count = self.source_size(offset), self.source_size(size)
+        if self.head:
+            found: Array = self._permuted(read, begin, count)
+        else:
+            found = read(begin, count).view(_NUMPY_TYPES[self.dtype])
+        if self.cast in (DType.F32, self.dtype):
+            return found
+        found = to_float32(found)
+        if self.cast is DType.F16:
+            with np.errstate(over="ignore", invalid="ignore"):
+                return found.astype("<f2")
+        bits = found.view(np.uint32)
+        bits += (bits >> 16 & 1) + np.uint32(0x7FFF)
+        return (bits >> 16).astype("<u2")
+
+    def expect(self, read: Callable[[int, int], Bytes], offset: int, blocks: Bytes) -> Bytes:
+        """Return what is predicted for ``blocks`` from ``offset`` on, of which scales that are kept are known.
+
+        Takes what :meth:`predict` takes.
+        """
+        if not self.keeps_scales:
+            return self.predict(read, offset, len(blocks))
+        expected = blocks.copy()
+        weights = self.weights(read, offset, len(blocks))
+        fill_codes(self.type_name, weights, expected.reshape(-1, self.kind.size))
+        return expected
 
     def predict(self, read: Callable[[int, int], Bytes], offset: int, size: int) -> Bytes:
         """Return ``size`` bytes of blocks from ``offset`` on.
@@ -113,8 +190,7 @@ class QuantRule(NamedTuple):
         """
         out = scratch("quantized", size)
         if self.head:
-            weights = self._permuted(read, self.source_size(offset), self.source_size(size))
-            return quantize(self.type_name, weights, out)
+            return quantize(self.type_name, self.weights(read, offset, size), out)
         row = self.kind.weights * self.source_width
         step = _READ // row
         for begin in range(0, size // self.kind.size, step):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
 from blobstore.compression.quant_rule import RULE_SIZE, QuantRule
-from blobstore.compression.transforms import FIRST_BLOCKS, WIDTHS, transform_of
+from blobstore.compression.transforms import FIRST_BLOCKS, FIRST_CODED, WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.core.trailer import TrailerFormat
@@ -230,7 +230,7 @@ def _with_rule(part: Part, reader: _Reader, base: BlobId | None) -> Part:
         return part
     (record,) = reader.take(_RULE)
     rule = QuantRule.unpack(record)
-    is_possible = rule.is_possible(part.size) and part.chunk_size % rule.kind.size == 0
+    is_possible = rule.is_possible(part.size, part.chunk_size)
     if not is_possible or part.base_begin + rule.source_size(part.size) > base.size:
         raise ColdDamaged(
             f"{part.size} bytes in chunks of {part.chunk_size} cannot be quantized from byte "
@@ -246,6 +246,9 @@ def _decode_chunk(reader: _Reader, part: Part, number: int, has_blocks: bool) ->
         raise ColdDamaged(f"transform {code} of elements of {part.width} bytes is unknown")
     if transform.needs_base and part.base_begin is None:
         raise ColdDamaged(f"transform {code} needs a base, but its part has none")
+    coded = FIRST_CODED + part.rule.number if part.rule and part.rule.keeps_scales else None
+    if transform.needs_base and coded != (code if code >= FIRST_CODED else None):
+        raise ColdDamaged(f"transform {code} does not suit the rule of its part")
     chunk_size = min(part.chunk_size, part.size - number * part.chunk_size)  # the last is shorter
     sizes = transform.sizes(chunk_size // part.width)
     if count != len(sizes) or not sizes:

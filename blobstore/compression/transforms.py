@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from blobstore.compression.block_fields import FIELDS
+from blobstore.compression.coded_blocks import CodedBlocks
 from blobstore.compression.delta import codec as delta
 from blobstore.compression.float_planes import (
     FloatTransform,
@@ -16,6 +17,8 @@ from blobstore.compression.float_planes import (
 )
 from blobstore.compression.scratch import scratch
 from blobstore.core.tensor import DType
+from blobstore.gguf.fill_codes import CODED
+from blobstore.gguf.types import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
 
     from blobstore.compression.block_fields import BlockFields
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Sizes = Callable[[int], tuple[int, ...]]
-    Encode = Callable[[Bytes, Bytes | None], Sequence[Bytes] | None]
-    Decode = Callable[[Sequence[Bytes], Bytes, Bytes | None], None]
+    Encode = Callable[[Bytes, Array | None], Sequence[Bytes] | None]
+    Decode = Callable[[Sequence[Bytes], Bytes, Array | None], None]
 
 
 class Transform(NamedTuple):
@@ -42,9 +46,10 @@ class Transform(NamedTuple):
     Returns no sizes if the transform is not applicable.
     """
     encode: Encode
-    """Takes a chunk and the base's bytes; returns the planes, or None if it is not applicable."""
+    """Takes a chunk and the base's bytes, or the weights of blocks if the transform's number is at least
+    ``FIRST_CODED``; returns the planes, or None if it is not applicable."""
     decode: Decode
-    """Takes the planes, the memory for the chunk and the base's bytes."""
+    """Takes the planes, the memory for the chunk, and what ``encode`` took."""
     needs_base: bool = False
     min_gain: int = 1 << 8
     """At level ``fast``, a later transform replaces this one only if it saves one byte in so many."""
@@ -131,6 +136,8 @@ _BY_TYPE: Final = {
 _UNTYPED: Final = ((IDENTITY[1],),)
 FIRST_BLOCKS: Final = 64
 """The numbers from here on are those of types of GGUF, plus this one."""
+FIRST_CODED: Final = 128
+"""The same for transforms that keep only scales."""
 _BLOCKS: Final = {fields.kind.name: _fields(number, fields) for number, fields in FIELDS.items()}
 _DELTA_NUMBERS: Final = {
     DType.U8: 32,
@@ -175,9 +182,17 @@ def transforms_for(dtype: DType | None, blocks: str = "") -> tuple[tuple[Transfo
     return _BY_TYPE.get(dtype, _UNTYPED) if dtype is not None else _UNTYPED
 
 
-def delta_transform(dtype: DType | None, settings: delta.DeltaSettings) -> Transform:
-    """Return the transform to differences from the base for elements of a type."""
-    return _delta(_delta_type(dtype), settings)
+def delta_transform(
+    dtype: DType | None, settings: delta.DeltaSettings, coded: str = ""
+) -> Transform:
+    """Return the transform to differences from the base for elements of a type.
+
+    Args:
+        dtype: the type of elements.
+        settings: the effort to make.
+        coded: the type of GGUF whose blocks these bytes are, if only their codes follow from the base.
+    """
+    return _coded(coded, settings) if coded else _delta(_delta_type(dtype), settings)
 
 
 def transform_of(number: int, width: int) -> Transform | None:
@@ -186,9 +201,22 @@ def transform_of(number: int, width: int) -> Transform | None:
     return transform if transform is not None and transform.width == width else None
 
 
+def needs_base(number: int) -> bool:
+    """Return whether chunks of a transform are decoded against the base."""
+    return number in _BY_NUMBER and _BY_NUMBER[number].needs_base
+
+
 def predicted_type(number: int) -> DType | None:
     """Return the type of a delta transform's elements, or None for other transforms."""
     return next((dtype for dtype, known in _DELTA_NUMBERS.items() if known == number), None)
+
+
+def _coded(type_name: str, settings: delta.DeltaSettings) -> Transform:
+    number = next(number for number, kind in TYPES.items() if kind.name == type_name)
+    blocks = CodedBlocks(TYPES[number], settings)
+    return Transform(
+        FIRST_CODED + number, 1, blocks.sizes, blocks.encode, blocks.decode, needs_base=True
+    )
 
 
 def _delta_type(dtype: DType | None) -> DType:
@@ -236,5 +264,6 @@ _BY_NUMBER: Final = {
         F32_BYTE_PAIRS,
         *_BLOCKS.values(),
         *(_delta(dtype, delta.FAST) for dtype in _DELTA_NUMBERS),
+        *(_coded(type_name, delta.FAST) for type_name in CODED),
     )
 }

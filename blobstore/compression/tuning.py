@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import DType
     from blobstore.gguf.types import GgufType
 
+    Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -68,12 +69,23 @@ _BLOCKS: Final = 4
 
 def choose_pipelines(
     chunk: Bytes,
-    base: Bytes | None,
+    base: Array | None,
     dtype: DType | None,
     level: Level,
     blocks: GgufType | None = None,
+    *,
+    keeps_scales: bool = False,
 ) -> Choice:
-    """Return pipelines for the chunks that resemble ``chunk``, which may be ``blocks`` of a type."""
+    """Return pipelines for the chunks that resemble ``chunk``.
+
+    Args:
+        chunk: a sample.
+        base: what its deltas are encoded against.
+        dtype: the type of its elements.
+        level: what to optimise for.
+        blocks: the type of its blocks, if it is blocks of GGUF.
+        keeps_scales: whether only the codes of these follow from the base, which is their weights.
+    """
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
     is_typed = dtype is not None
@@ -81,9 +93,11 @@ def choose_pipelines(
     tried: list[tuple[float, Pipeline]] = []
     if base is not None:
         # Deltas have many small planes, whose overhead a sample does not show.
-        delta_of_type = delta_transform(dtype, settings.delta)
+        coded = blocks.name if blocks is not None and keeps_scales else ""
+        delta_of_type = delta_transform(dtype, settings.delta, coded)
         differences = delta_of_type.encode(chunk, base)
-        if differences is not None and _TINY * len(differences[0]) < len(chunk):
+        is_tiny = differences is not None and _TINY * len(differences[0]) < len(chunk)
+        if is_tiny and not coded:
             # Nothing comes near it, and no coder finds more in it.
             transforms = delta_of_type, IDENTITY[width]
             return Choice([Pipeline(item, [()]) for item in transforms], 1.0, differences)

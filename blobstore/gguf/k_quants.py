@@ -9,7 +9,7 @@ import numpy as np
 from blobstore.gguf.simple_blocks import LEVELS, Array, Decoder, fields, half, nibbles
 
 
-def _scales_and_minima(packed: Array) -> tuple[Array, Array]:
+def scales_and_minima(packed: Array) -> tuple[Array, Array]:
     """Return the 6-bit scales and minima of eight parts, ``[n, 8]`` each, from 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1)
@@ -17,9 +17,29 @@ def _scales_and_minima(packed: Array) -> tuple[Array, Array]:
     return scales, minima
 
 
+def q3_k_scales(blocks: Array) -> Array:
+    """Return the scales of the parts of blocks of Q3_K, int8 ``[n, 16]``."""
+    low = nibbles(blocks[:, 96:104]).reshape(-1, 16)
+    high = fields(blocks[:, 104:108], 2).reshape(-1, 16)
+    return _signed(low, high)
+
+
+def iq4_xs_scales(blocks: Array) -> Array:
+    """Return the scales of the parts of blocks of IQ4_XS, int8 ``[n, 8]``."""
+    low = fields(blocks[:, 4:8, None], 4).reshape(-1, 8)
+    high = fields(blocks[:, 2:4, None], 2).reshape(-1, 8)
+    return _signed(low, high)
+
+
+def _signed(low: Array, high: Array) -> Array:
+    """Return integers of 6 bits around 0 from their low and their high bits."""
+    scales: Array = (low | high << 4).view(np.int8) - np.int8(32)
+    return scales
+
+
 def _minus(blocks: Array, at: int, codes: Array, out: Array) -> None:
     """Fill the weights of a type with 6-bit scales and minima: scale times code, minus minimum."""
-    scales, minima = _scales_and_minima(blocks[:, at + 4 : at + 16])
+    scales, minima = scales_and_minima(blocks[:, at + 4 : at + 16])
     weights = out.reshape(-1, 8, 32)
     np.copyto(weights, codes.reshape(-1, 8, 32))
     weights *= (half(blocks, at) * scales)[..., None]
@@ -41,11 +61,9 @@ def _q3_k(blocks: Array, out: Array) -> None:
     codes |= high
     signed = codes.view(np.int8)
     signed -= 4
-    low = nibbles(blocks[:, 96:104]).reshape(-1, 16)
-    scales = (low | fields(blocks[:, 104:108], 2).reshape(-1, 16) << 4).view(np.int8) - np.int8(32)
     weights = out.reshape(-1, 16, 16)
     np.copyto(weights, signed.reshape(-1, 16, 16))
-    weights *= (half(blocks, 108) * scales)[..., None]
+    weights *= (half(blocks, 108) * q3_k_scales(blocks))[..., None]
 
 
 def _q4_k(blocks: Array, out: Array) -> None:
@@ -73,13 +91,10 @@ def _q6_k(blocks: Array, out: Array) -> None:
 
 
 def _iq4_xs(blocks: Array, out: Array) -> None:
-    low = fields(blocks[:, 4:8, None], 4).reshape(-1, 8)
-    high = fields(blocks[:, 2:4, None], 2).reshape(-1, 8)
-    scales = (low | high << 4).view(np.int8) - np.int8(32)
     weights = out.reshape(-1, 8, 32)
     codes = nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 8, 32)
     np.copyto(weights, LEVELS.take(codes))
-    weights *= (half(blocks, 0) * scales)[..., None]
+    weights *= (half(blocks, 0) * iq4_xs_scales(blocks))[..., None]
 
 
 DECODERS: Final[dict[str, Decoder]] = {

@@ -16,7 +16,7 @@ import zstandard
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
-from blobstore.compression.quant_rule import QuantRule
+from blobstore.compression.quant_rule import MAX_CODED, QuantRule
 from blobstore.compression.spans import Span, mark_duplicates
 from blobstore.compression.table import (
     PREFIX,
@@ -34,7 +34,9 @@ from blobstore.core.tensor import DType
 from blobstore.core.trailer import FOOTER_SIZE
 from blobstore.errors import ColdDamaged
 from blobstore.gguf.quantize import quantize
+from blobstore.gguf.types import TYPES
 from tests.support.cold import cold, decoded, noise, safetensors, spans_of, weights
+from tests.support.ladders import coded_blocks
 
 _TENSOR = weights(DType.BF16, 128)
 BLOB = safetensors(
@@ -55,8 +57,22 @@ QUANTIZED = cold(
     spans=[Span(len(BLOCKS), DType.U8, base_begin=0, rule=QuantRule("Q5_1", DType.F32, 32, 4))],
     base=BaseBlob.hot(WEIGHTS),
 )
-FILES = [(COLD, None), (DELTA, BASE), (QUANTIZED, WEIGHTS)]
-IDS = ["solo", "delta", "quantized"]
+CODED = coded_blocks("Q4_1", np.frombuffer(WEIGHTS, "<f4").reshape(4, 128)).tobytes()
+CODES = cold(
+    CODED,
+    spans=[
+        Span(
+            len(CODED),
+            DType.U8,
+            base_begin=0,
+            rule=QuantRule("Q4_1", DType.F32, 32, 4, keeps_scales=True),
+            blocks=TYPES[3],
+        )
+    ],
+    base=BaseBlob.hot(WEIGHTS),
+)
+FILES = [(COLD, None), (DELTA, BASE), (QUANTIZED, WEIGHTS), (CODES, WEIGHTS)]
+IDS = ["solo", "delta", "quantized", "codes"]
 DIGEST = Digest.of(BLOB)
 
 
@@ -97,6 +113,8 @@ def test_the_attacked_files_are_intact() -> None:
     assert thawed(DELTA, BASE) == BLOB
     assert thawed(QUANTIZED, WEIGHTS) == BLOCKS
     assert ColdBlobDecoder(QUANTIZED).table.parts[0].rule is not None
+    assert thawed(CODES, WEIGHTS) == CODED
+    assert [chunk.transform for chunk in ColdBlobDecoder(CODES).table.chunks] == [131]
     assert ColdBlobDecoder(COLD).table.parts[3].same_as == 1
     assert [chunk.transform for chunk in ColdBlobDecoder(DELTA).table.chunks] == [37]
 
@@ -403,16 +421,37 @@ def test_rejects_factors_for_elements_that_are_not_numbers() -> None:
         blob.read_into(bytearray(100))
 
 
-@pytest.mark.parametrize("head", [0, 1024])
-def test_blocks_of_many_weights_take_memory_for_a_chunk(head: int) -> None:
-    rule = QuantRule("TQ1_0", DType.F32, 4096 if head else 0, head)
-    weights_of_head = 4096 * max(head, 1)
-    size = -(-19_000 * 256 // weights_of_head) * weights_of_head // 256 * 54
+def test_codes_of_too_many_weights_in_a_chunk_are_refused() -> None:
+    rule = QuantRule("Q2_K", DType.F32, keeps_scales=True)
+    size = (MAX_CODED // 256 + 1) * 84
+    part = Part(size, 1, size, base_begin=0, rule=rule)
     base = BlobId(Digest.of(b"zeros"), rule.source_size(size))
-    part = Part(size, 1, 1_000_000 // 54 * 54, base_begin=0, rule=rule)
-    chunks = [Chunk(0, 32, (StoredPlane(Method.RAW, 9),)) for _ in range(part.chunks)]
+    table = Table(DIGEST, size, base, [part], [], has_blocks=True)
+    with pytest.raises(ColdDamaged, match="cannot be quantized from byte 0"):
+        ColdBlobDecoder(PREFIXES[1] + encode_table(table))
+
+
+@pytest.mark.parametrize("head", [0, 1024])
+@pytest.mark.parametrize("cast", [None, DType.F16, DType.BF16])
+def test_blocks_of_many_weights_take_memory_for_a_chunk(head: int, cast: DType | None) -> None:
+    rule = QuantRule("TQ1_0", DType.F32, 4096 if head else 0, head)
+    if cast is not None:
+        rule = rule._replace(type_name="Q2_K", keeps_scales=True, cast=cast)
+    weights_of_head = 4096 * max(head, 1)
+    block = rule.kind.size
+    size = -(-19_000 * 256 // weights_of_head) * weights_of_head // 256 * block
+    base = BlobId(Digest.of(b"zeros"), rule.source_size(size))
+    at_once = 1_000_000 // 54 if cast is None else MAX_CODED // 256
+    part = Part(size, 1, at_once * block, base_begin=0, rule=rule)
+    chunks, stored = [], 0
+    for begin in range(0, size, part.chunk_size):
+        blocks = min(part.chunk_size, size - begin) // block
+        kept = [blocks * field for field in ((16, 1, 1, 1, 1) if cast else ())]
+        planes = [StoredPlane(Method.RAW, item) for item in (*kept, 9)]
+        chunks.append(Chunk(0, 138 if cast else 32, planes))
+        stored += sum(kept) + 9
     table = Table(DIGEST, size, base, [part], chunks, has_blocks=True)
-    decoder = ColdBlobDecoder(PREFIXES[1] + bytes(9 * part.chunks) + encode_table(table))
+    decoder = ColdBlobDecoder(PREFIXES[1] + bytes(stored) + encode_table(table))
 
     def read_into(out: memoryview, begin: int) -> None:
         assert begin + len(out) <= base.size

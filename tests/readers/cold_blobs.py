@@ -12,6 +12,7 @@ import zlib
 import zstandard
 
 from tests.readers.block_fields import field_sizes, read_fields
+from tests.readers.coded import fill_blocks, kept_sizes
 from tests.readers.deltas import read_differences
 from tests.readers.quantized import read_blocks
 
@@ -31,33 +32,30 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
         at += 40
     parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
     at += 24 * part_count
-    starts = []
+    starts: list[tuple[bytes, bytes]] = []
     for part_size, _, _, kind, _, argument in parts:
         assert kind in {0, 1, 2, 4} if data[7] == 2 else kind < 3
-        start = base[argument : argument + part_size]
-        if kind == 4:
-            start = read_blocks(table[at : at + 12], base[argument:], part_size)
-            at += 12
-        starts.append(start)
+        rule = table[at : at + 12] if kind == 4 else b""
+        at += len(rule)
+        starts.append((_start(rule, base, argument, part_size), rule))
     decoded: list[bytes] = []
     for index, (part_size, chunk_size, width, kind, _, argument) in enumerate(parts):
-        part = b""
-        if kind == 1:
-            part = decoded[argument]
+        part = decoded[argument] if kind == 1 else b""
         while len(part) < part_size:
             count = min(chunk_size, part_size - len(part)) // width
             check, layout, plane_count = struct.unpack_from("<IBB", table, at)
-            at += 6
-            start = starts[index][len(part) : len(part) + count * width]
+            values = struct.unpack_from(f"<{plane_count}I", table, at + 6)
+            at += 6 + 4 * plane_count
             stored, contents = [], []
-            for number in range(plane_count):
-                (value,) = struct.unpack_from("<I", table, at)
-                at += 4
+            for number, value in enumerate(values):
                 plane, planes = planes[: value >> 2], planes[value >> 2 :]
                 size = _size(layout, width, count, number)
                 contents.append(_plane(value & 3, plane, size))
-                if value & 3 or (layout in {5, 7, 10} and number == 0) or 32 <= layout <= 40:
+                if value & 3 or size < 0 or 32 <= layout <= 40:
                     stored.append(plane)
+            layout, contents, start = _against(
+                *starts[index], layout, contents, len(part), count * width
+            )
             chunk = _merge(layout, width, count, contents, start)
             assert zlib.crc32(chunk + b"".join(stored)) == check
             part += chunk
@@ -70,8 +68,30 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
     return blob
 
 
+def _start(rule: bytes, base: bytes, argument: int, size: int) -> bytes:
+    """Return what the elements of a part are differences from; the weights if it keeps scales."""
+    if rule[1:2] == b"\1":
+        return read_blocks(rule, base[argument:], size)
+    return base[argument:] if rule else base[argument : argument + size]
+
+
+def _against(
+    start: bytes, rule: bytes, layout: int, planes: list[bytes], begin: int, size: int
+) -> tuple[int, list[bytes], bytes]:
+    """Return the transform and the planes of a chunk, and what it is merged with."""
+    if layout >= 128:
+        assert rule[:2] == bytes([layout - 128, 2])
+        return 32, planes[-1:], fill_blocks(rule, start, planes[:-1], begin, size)
+    if rule[1:2] == b"\2":
+        assert not 32 <= layout <= 40
+        return layout, planes, b""
+    return layout, planes, start[begin : begin + size]
+
+
 def _size(layout: int, width: int, count: int, number: int) -> int:
     """Return the size of a plane that has a fixed size."""
+    if layout >= 128:
+        return [*kept_sizes(layout - 128, count), -1][number]
     if layout >= 64:
         return field_sizes(layout, count)[number]
     whole, half, double = count * width, count // 2, count * 2

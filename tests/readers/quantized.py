@@ -22,12 +22,22 @@ _TYPES |= {39: (32, 17)}
 
 def read_blocks(rule: bytes, base: bytes, size: int) -> bytes:
     """Return ``size`` bytes of blocks that a rule makes of the weights that ``base`` begins with."""
-    number, version, source, reserved, columns, head = struct.unpack("<BBBBII", rule)
-    assert (version, reserved) == (1, 0)
-    weights_of_block, block_size = _TYPES[number]
+    weights_of_block, block_size = _TYPES[rule[0]]
+    assert rule[1] == 1
     assert size % block_size == 0
     count = size // block_size * weights_of_block
-    weights = _weights(source, base, count)
+    weights = block_weights(rule, base, count)
+    return b"".join(
+        _block(rule[0], weights[at : at + weights_of_block])
+        for at in range(0, count, weights_of_block)
+    )
+
+
+def block_weights(rule: bytes, base: bytes, count: int) -> list[float]:
+    """Return the weights of blocks in their order, of whole heads if rows are permuted."""
+    _, _, source, cast, columns, head = struct.unpack("<BBBBII", rule)
+    count += -count % (head * columns or 1)
+    weights = [_cast(cast, x) for x in _weights(source, base, count)]
     if head:
         rows = [weights[at : at + columns] for at in range(0, count, columns)]
         assert len(rows) % head == 0
@@ -35,10 +45,20 @@ def read_blocks(rule: bytes, base: bytes, size: int) -> bytes:
         for first in range(0, len(rows), head):
             for i in range(head // 2):
                 weights += rows[first + i] + rows[first + i + head // 2]
-    return b"".join(
-        _block(number, weights[at : at + weights_of_block])
-        for at in range(0, count, weights_of_block)
-    )
+    return weights
+
+
+def _cast(cast: int, x: float) -> float:
+    if cast == 1:
+        (rounded,) = struct.unpack("<e", _half(x))
+        return float(rounded)
+    if cast == 30:
+        (bits,) = struct.unpack("<I", struct.pack("<f", x))
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) % 2**32 >> 16
+        (rounded,) = struct.unpack("<f", struct.pack("<HH", 0, bits))
+        return float(rounded)
+    assert cast == 0
+    return x
 
 
 def _weights(source: int, base: bytes, count: int) -> list[float]:

@@ -3,9 +3,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from blobstore.compression.quant_rule import QuantRule
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.operations.archive.pack import pack_models
@@ -18,9 +20,15 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip_in_place, forms_of, layers
 from tests.support.ladders import (
+    CODED,
+    COLUMNS,
     LADDER,
+    ROWS,
+    as_float32,
     block_blob,
+    coded_blob,
     interleaved,
+    kind_of,
     source,
     weight_blob,
 )
@@ -71,6 +79,92 @@ def test_a_ladder_is_kept_as_rules_of_its_weights(store: LocalStore, dtype: DTyp
     for name, model in blobs.items():
         assert set(forms_of(store, name.lower()).values()) == {"hot"}
         assert_whole(store, name.lower(), model)
+
+
+def kept(type_name: str) -> int:
+    """Return the bytes of scales of a matrix of the size of :func:`source`."""
+    return QuantRule(type_name, DType.F32, keeps_scales=True).kept_size(
+        ROWS * COLUMNS // kind_of(type_name).weights * kind_of(type_name).size
+    )
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32], ids=lambda item: item.value)
+def test_of_quantizations_with_a_search_only_scales_are_kept(
+    store: LocalStore, dtype: DType
+) -> None:
+    matrix = source(1, dtype)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {name: {NAME: coded_blob(NAME, name, matrix)} for name in CODED}
+    digests = {put(store, name.lower(), model)[NAME]: name for name, model in blobs.items()}
+    ladder = [name.lower() for name in CODED]
+    planned = freeze_models(["weights", *ladder], store=store, dry_run=True)
+    frozen = freeze_models(["weights", *ladder], store=store)
+    assert {item.base for item in frozen.blobs if item.digest != parent} == {parent}
+    assert frozen.fallbacks == 0
+    for item in frozen.blobs:
+        if item.digest != parent:
+            assert item.stored < kept(digests[item.digest]) + LITTLE
+    assert abs(planned.stored - frozen.stored) < len(CODED) * LITTLE
+    for name, model in blobs.items():
+        assert_whole(store, name.lower(), model)
+    thaw_models(ladder, store=store)
+    for name, model in blobs.items():
+        assert_whole(store, name.lower(), model)
+
+
+def test_rows_of_heads_are_found_although_scales_were_searched_for(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {"q_proj": weight_blob("q_proj", matrix)})["q_proj"]
+    blobs = {"attn_q": coded_blob("attn_q", "Q4_K", interleaved(matrix))}
+    child = put(store, "q", blobs)["attn_q"]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < kept("Q4_K") + LITTLE
+    assert_whole(store, "q", blobs)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("cast", [DType.F16, DType.BF16])
+def test_weights_that_were_rounded_before_are_found(
+    store: LocalStore, cast: DType, name: str
+) -> None:
+    matrix = source(1, DType.F32)
+    rounded = matrix.astype("<f2")
+    if cast is DType.BF16:
+        rounded = matrix.astype(ml_dtypes.bfloat16).view("<u2")
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {NAME: coded_blob(NAME, name, rounded)}
+    child = put(store, "q", blobs)[NAME]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < kept(name) + LITTLE
+    assert_whole(store, "q", blobs)
+
+
+def test_the_weights_of_a_fine_tune_come_before_those_of_its_base(store: LocalStore) -> None:
+    matrix = source(1)
+    tuned = (as_float32(matrix) * 1.01).astype(ml_dtypes.bfloat16).view("<u2")
+    base = put(store, "base", {NAME: weight_blob(NAME, matrix)})[NAME]
+    parent = put(store, "tuned", {"other": weight_blob("other", tuned)})["other"]
+    blobs = {NAME: coded_blob(NAME, "Q5_K", tuned)}
+    child = put(store, "q", blobs)[NAME]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    thaw_models(["q"], store=store)
+    remove_models(["tuned"], store=store)
+    # Some codes follow from the base otherwise, and are listed.
+    other = freeze_models(["q"], store=store)
+    assert bases_of(other) == {child: base}
+    assert 1.5 * frozen.stored < other.stored < len(blobs[NAME]) / 2
+    assert_whole(store, "q", blobs)
+
+
+def test_searched_scales_of_other_weights_are_compressed_alone(store: LocalStore) -> None:
+    put(store, "weights", {NAME: weight_blob(NAME, source(1))})
+    blobs = {NAME: coded_blob(NAME, "Q4_K", source(2))}
+    child = put(store, "q", blobs)[NAME]
+    assert bases_of(freeze_models(["q"], store=store)) == {child: None}
+    assert_whole(store, "q", blobs)
 
 
 def test_parents_may_have_other_names_and_other_shapes(store: LocalStore) -> None:

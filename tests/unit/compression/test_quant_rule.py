@@ -84,7 +84,11 @@ def test_rules_come_back_from_their_records(rule: QuantRule) -> None:
     [
         ((12, 1, 0, 0), "type 12 quantized by version 1 of its rule are unknown; a newer program"),
         ((250, 1, 0, 0), "type 250 quantized"),
-        ((2, 2, 0, 0), "version 2"),
+        ((2, 3, 0, 0), "version 3"),
+        ((8, 2, 0, 0), "type 8 quantized by version 2"),
+        ((12, 2, 2, 0), "from type 2, 0"),
+        ((12, 2, 0, 2), "from type 0, 2"),
+        ((2, 1, 0, 1), "from type 0, 1"),
         ((2, 0, 0, 0), "version 0"),
         ((2, 1, 2, 0), "from type 2, 0"),
         ((2, 1, 30, 1), "from type 30, 1"),

@@ -88,7 +88,16 @@ def reject(data: memoryview | Table, match: str) -> None:
         decode_table(file(data) if isinstance(data, Table) else data)
 
 
-@pytest.mark.parametrize("table", [TABLE, QUANTIZED], ids=["version 1", "version 2"])
+CODED = QUANTIZED._replace(
+    parts=(QUANTIZED.parts[0], QUANTIZED.parts[1]._replace(rule=RULE._replace(keeps_scales=True))),
+    chunks=(
+        QUANTIZED.chunks[0],
+        *(Chunk(8, 130, tuple(StoredPlane(RAW, size) for size in (n, n, 9))) for n in (2, 2, 1)),
+    ),
+)
+
+
+@pytest.mark.parametrize("table", [TABLE, QUANTIZED, CODED], ids=["bytes", "blocks", "codes"])
 def test_a_table_survives_a_round_trip(table: Table) -> None:
     read = decode_table(file(table))
     assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == table
@@ -126,6 +135,36 @@ def test_rejects_quantized_parts_without_a_base_or_of_wide_elements() -> None:
     reject(QUANTIZED._replace(base=None), "part 1: kind 4 with 4680 is not possible")
     wide = QUANTIZED.parts[1]._replace(width=2)
     reject(QUANTIZED._replace(parts=(QUANTIZED.parts[0], wide)), "part 1: kind 4 with 4680")
+
+
+@pytest.mark.parametrize(
+    ("rule", "transform"),
+    [
+        (RULE, 130),
+        (RULE._replace(keeps_scales=True), 32),
+        (RULE._replace(keeps_scales=True), 131),
+        (None, 130),
+    ],
+)
+def test_rejects_a_transform_that_does_not_suit_the_rule(
+    rule: QuantRule | None, transform: int
+) -> None:
+    part = QUANTIZED.parts[1]._replace(rule=rule)
+    chunks = [chunk._replace(transform=transform) for chunk in QUANTIZED.chunks[1:]]
+    table = QUANTIZED._replace(
+        parts=(QUANTIZED.parts[0], part), chunks=(QUANTIZED.chunks[0], *chunks)
+    )
+    reject(table, f"transform {transform} does not suit the rule of its part")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_planes_of_codes_have_sizes_that_fit_their_chunk(number: int) -> None:
+    for size in (3, 37):
+        planes = list(CODED.chunks[1].planes)
+        planes[number] = StoredPlane(RAW, size)
+        if number < 2 or size > 36:
+            chunks = (CODED.chunks[0], CODED.chunks[1]._replace(planes=planes), *CODED.chunks[2:])
+            reject(CODED._replace(chunks=chunks), "a plane of .* cannot be stored in")
 
 
 def test_rejects_an_unknown_rule() -> None:

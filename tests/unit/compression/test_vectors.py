@@ -20,7 +20,9 @@ from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.table import Part
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
+from blobstore.gguf.fill_codes import CODED
 from blobstore.gguf.quantize import QUANTIZED
+from blobstore.gguf.types import TYPES
 from tests.readers.cold_blobs import read_cold
 from tests.support.cold import cold, decoded, safetensors, spans_of, weights
 
@@ -60,12 +62,15 @@ def test_the_vectors_have_every_transform() -> None:
         for vector in VECTORS
         for chunk in ColdBlobDecoder(base64.b64decode(vector["cold"])).table.chunks
     }
-    assert found == {*range(11), 32, 37, *(64 + number for number in FIELDS)}
+    coded = {128 + number for number, kind in TYPES.items() if kind.name in CODED}
+    assert found == {*range(11), 32, 37, *(64 + number for number in FIELDS), *coded}
 
 
 def test_the_vectors_have_every_rule() -> None:
     rules = [part.rule for vector in VECTORS for part in parts(vector) if part.rule is not None]
-    assert {rule.type_name for rule in rules} == QUANTIZED
+    assert {rule.type_name for rule in rules if not rule.keeps_scales} == QUANTIZED
+    assert {rule.type_name for rule in rules if rule.keeps_scales} == CODED
+    assert {rule.cast for rule in rules} == {DType.F32, DType.F16, DType.BF16}
     assert {rule.dtype for rule in rules} == {DType.F32, DType.F16, DType.BF16}
     assert {rule.head for rule in rules} == {0, 4}
 
