@@ -21,6 +21,9 @@ _PLAIN = re.compile(
     r'"size":(0|[1-9][0-9]{0,17})(?:,"name":' + _TEXT + r")?"
 )
 
+_MAX_DESCRIPTORS = 50_000
+"""Descriptors that are kept while manifests are read, because the next one may have them in common."""
+
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -99,6 +102,11 @@ class PlainDescriptors(dict[str, Descriptor]):
         kind = sys.intern(media_type)  # thousands have the same one
         self[text] = made = Descriptor(kind, Digest(spelled), int(size), name or "")
         return made
+
+    def forget(self) -> None:
+        """Forget all of them if there are very many. Call it between the manifests of a store."""
+        if len(self) > _MAX_DESCRIPTORS:
+            self.clear()
 
 
 def text_field(value: dict[str, Any], key: str, default: str | None = None) -> str:

@@ -48,21 +48,24 @@ class FreezePlan:
 
     def must_stay_hot(self, leased: Collection[Digest]) -> dict[str, Need]:
         """Return why blobs must stay hot, by the hex digests of the blobs."""
-        needs: dict[str, Need] = {}
-        for path, manifest in self.reachable.by_path().items():
+        shared: set[int] = set()
+        for path, (state, known, *_) in self.reachable.by_path().items():
             # A name with another manifest than at the time of the plan is not the model that was to
             # be frozen. Only tensors get cold.
-            is_frozen = self.frozen.get(path) == manifest.state
-            needs.update(dict.fromkeys(manifest.others if is_frozen else manifest.blobs, "shared"))
+            is_frozen = self.frozen.get(path) == state
+            shared.update(known.blobs[: known.others] if is_frozen else known.blobs)
+        number = self.reachable.references.number
+        needs: dict[str, Need] = {
+            digest.hex: "shared" for digest in self.blobs if number(digest) in shared
+        }
         return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
 
     def needing(self, blobs: Collection[Digest]) -> list[str]:
         """Return the paths of the manifests of models that are not frozen and need one of these blobs."""
-        wanted = {digest.hex for digest in blobs}
         return [
             path
-            for path, manifest in self.reachable.by_path().items()
-            if self.frozen.get(path) != manifest.state and not wanted.isdisjoint(manifest.blobs)
+            for path, manifest in self.reachable.needing(blobs).items()
+            if self.frozen.get(path) != manifest.state
         ]
 
 
@@ -149,10 +152,8 @@ def _choose_models(
         plan.blobs |= {layer.digest: layer for layer in layers}
         if path in states:
             plan.frozen[path] = states[path].state
-    cold_only = {digest.hex for digest in store.frozen()}
-    for path, state in states.items():
-        if path not in plan.frozen and not cold_only.isdisjoint(state.blobs):
-            plan.frozen[path] = state.state
+    for path, state in plan.reachable.needing(store.frozen()).items():
+        plan.frozen.setdefault(path, state.state)
 
 
 def _choose_bases(

@@ -192,6 +192,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
         models = sorted(store.remote_cache.all(), key=lambda model: model.used)
         reachable = ReachableBlobs(store, cached_within=-1)  # by models of the store itself
         reachable.update()
+        reachable.prove({name for model in models for name in model.blobs})
         own = reachable.reached()
         # Blobs of the store's own models stay in any case, so they do not count.
         sizes = {

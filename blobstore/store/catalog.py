@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
-_MAX_DESCRIPTORS = 50_000
-"""Descriptors that are kept while manifests are read, because the next one may have them in common."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry:
@@ -148,8 +145,7 @@ class _Reader:
         if known := self.references.copied(version, digest):
             return known
         data, manifest = self._parse(reference)
-        blobs = {blob.digest: blob.size for blob in (manifest.config, *manifest.layers)}
-        return self.references.add(version, Digest.of(data), blobs)
+        return self.references.add(version, Digest.of(data), manifest)
 
     def _manifest(self, reference: Reference, known: KnownManifest | None) -> Manifest | None:
         try:
@@ -159,6 +155,5 @@ class _Reader:
         return manifest if known is not None and Digest.of(data) == known.digest else None
 
     def _parse(self, reference: Reference) -> tuple[bytes, Manifest]:
-        if len(self._descriptors) > _MAX_DESCRIPTORS:
-            self._descriptors.clear()
+        self._descriptors.forget()
         return self._store.parse(reference, self._descriptors)

@@ -1,6 +1,8 @@
 """The blobs that the manifests of a store reference; a manifest is read again only when it has changed.
 
-Those of remote models whose blobs the store keeps as a cache count as well.
+Those of remote models whose blobs the store keeps as a cache count as well. The file of references says what this
+user has read before, so that few manifests are read (:mod:`blobstore.store.references`). It is only believed for
+blobs that stay: before a blob is deleted, :meth:`ReachableBlobs.prove` looks for its digest in all manifests.
 
 Callers that delete blobs must hold the exclusive lock while they use this, so that no manifest is published at
 the same time.
@@ -13,17 +15,23 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
-from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from blobstore.store.local import LocalStore
+    from blobstore.store.references import KnownManifest
+
+_FEW = 4
+"""So many digests are looked for one after the other; of more, those in a manifest are looked up."""
 
 
 class ManifestState(NamedTuple):
@@ -31,28 +39,29 @@ class ManifestState(NamedTuple):
 
     state: FileVersion
     """The version of its file."""
-    manifest: Digest
-    blobs: tuple[str, ...]
-    """Hex digests, because there may be hundreds of thousands."""
-    others: frozenset[str]
-    """Blobs that are not tensors, or not only tensors."""
-    lost: str | None
+    known: KnownManifest
+    """The numbers of its blobs in :attr:`ReachableBlobs.references`."""
+    lost: str | None = None
     """If the config cannot be read, the digest of the layer list that it would contain."""
+    is_read: bool = True
+    """Whether this process has read the manifest, and not only the file of references."""
 
 
 class ReachableBlobs:
     """The blobs that all manifests of a store reference."""
 
     def __init__(self, store: LocalStore, *, cached_within: float | None = None) -> None:
-        """Read nothing yet. ``cached_within`` is that of :meth:`RemoteCache.all`."""
+        """Read no manifest yet. ``cached_within`` is that of :meth:`RemoteCache.all`."""
         self._store = store
         self._cached_within = cached_within
         self._cached: dict[str, tuple[str, ...]] = {}
         """The blobs of cached models by the digests of their manifests."""
+        self.references = store.known_references()
+        self._is_believed = True
+        """Whether the file of references may still say what a manifest references."""
         self._manifests: dict[str, ManifestState] = {}
-        self._reached: set[str] = set()
-        self._lost: set[str] = set()
-        self._known = PlainDescriptors()
+        self._reached: set[str] | None = None
+        self._descriptors = PlainDescriptors()
         self._folder: tuple[int, int] | None = None
         """Device and inode of the folder of manifests; None until the folder exists."""
 
@@ -76,7 +85,7 @@ class ReachableBlobs:
                 version = FileVersion.of_status(status)
                 known = self._manifests.get(path)
                 found[path] = (
-                    known if known and known.state == version else self._read(path, version)
+                    known if known and known.state == version else self._state(path, version)
                 )
             except FileNotFoundError:  # removed since it was listed
                 if entry.is_symlink():  # or a link to a disk that is not mounted
@@ -90,12 +99,39 @@ class ReachableBlobs:
             model.path.name: model.blobs
             for model in self._store.remote_cache.all(self._cached_within)
         }
-        if found != self._manifests or not found or cached.keys() != self._cached.keys():
-            blobs = (item.blobs for item in found.values())
-            self._reached = set(chain.from_iterable((*blobs, *cached.values())))
-            self._cached = cached
-            self._lost = {item.lost for item in found.values() if item.lost is not None}
-        self._manifests = found
+        if found != self._manifests or cached.keys() != self._cached.keys():
+            self._reached = None
+        self._manifests, self._cached = found, cached
+
+    def save(self) -> None:
+        """Keep in the file of references what was read."""
+        self.references.save(item.state for item in self._manifests.values())
+
+    def prove(self, blobs: Collection[str] | None) -> None:
+        """Look for the hex digests of ``blobs`` in all manifests; read those again that have one, or all for None.
+
+        Until then, what the file of references says of the manifests was believed. Whatever it says, those of ``blobs``
+        that a manifest references are among :meth:`reached` from now on.
+
+        Raises:
+            InvalidManifest, StoreError: as :meth:`update`.
+        """
+        self._is_believed = False
+        wanted = None if blobs is None else {digest.encode() for digest in blobs}
+        for path, item in self._manifests.items():
+            if not item.is_read:
+                interrupts.check()
+                try:
+                    data = read_regular(path, MAX_MANIFEST_SIZE)
+                    if Digest.of(data) != item.known.digest or _names_one(data, wanted):
+                        self._manifests[path] = self._read(path, item.state)
+                except FileNotFoundError:  # removed since: the next update finds that out
+                    continue
+                except OSError as error:
+                    raise StoreError(self._unknown(path, error.strerror)) from error
+                except BlobstoreError as error:
+                    raise InvalidManifest(self._unknown(path, error.message)) from None
+        self._reached = None
 
     def _check_folder(self) -> None:
         folder = self._store.folder("manifests")
@@ -117,8 +153,21 @@ class ReachableBlobs:
         """Return the manifests by the paths of their files."""
         return self._manifests
 
+    def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
+        """Return the manifests that reference one of these blobs by the paths of their files."""
+        wanted = set(map(self.references.number, blobs))
+        return {
+            path: item
+            for path, item in self._manifests.items()
+            if wanted and not wanted.isdisjoint(item.known.blobs)
+        }
+
     def reached(self) -> set[str]:
         """Return the hex digests of all blobs that the manifests reference."""
+        if self._reached is None:
+            numbers = set[int]().union(*(item.known.blobs for item in self._manifests.values()))
+            self._reached = self.references.digests(numbers)
+            self._reached.update(chain.from_iterable(self._cached.values()))
         return self._reached
 
     def lost(self) -> set[str]:
@@ -126,26 +175,32 @@ class ReachableBlobs:
 
         A flipped bit in such a manifest may have changed the digest of its config.
         """
-        return self._lost
+        return {item.lost for item in self._manifests.values() if item.lost is not None}
 
     def manifests(self) -> set[Digest]:
         """Return the digests of the manifests themselves, those of cached models among them."""
-        return {*(item.manifest for item in self._manifests.values()), *map(Digest, self._cached)}
+        digests = (item.known.digest for item in self._manifests.values())
+        return {*digests, *map(Digest, self._cached)}
+
+    def _state(self, path: str, version: FileVersion) -> ManifestState:
+        known = self.references.known(version) if self._is_believed else None
+        if known is not None and known.is_checked:
+            return ManifestState(version, known, is_read=False)
+        return self._read(path, version)
 
     def _read(self, path: str, version: FileVersion) -> ManifestState:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
-            manifest = Manifest.from_bytes(data, self._known)
-            is_proven = self._store.check_manifest(data, manifest)
+            self._descriptors.forget()
+            manifest = Manifest.from_bytes(data, self._descriptors)
+            is_checked = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
             # One manifest that cannot be read is enough to stop, because any blob may be one of its
             # own.
             raise InvalidManifest(self._unknown(path, error.message)) from None
-        blobs = tuple([blob.digest.hex for blob in manifest.blobs])
-        layers = (manifest.config, *manifest.layers)
-        others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
-        lost = None if is_proven else str(layers_digest(manifest.layers))
-        return ManifestState(version, Digest.of(data), blobs, frozenset(others), lost)
+        known = self.references.add(version, Digest.of(data), manifest, is_checked=is_checked)
+        lost = None if is_checked else str(layers_digest(manifest.layers))
+        return ManifestState(version, known, lost)
 
     def _unknown(self, path: str, why: str | None) -> str:
         name = self._store.reference_of(Path(path))
@@ -158,3 +213,15 @@ class ReachableBlobs:
         return (
             f"cannot tell which blobs {quote(path)} needs, so no more are removed: {why}; {advice}"
         )
+
+
+def _names_one(manifest: bytes, blobs: set[bytes] | None) -> bool:
+    """Return whether a manifest may reference one of these blobs, or any for None.
+
+    Strings with escapes may hide any digest.
+    """
+    if blobs is None or b"\\" in manifest:
+        return True
+    if len(blobs) <= _FEW:
+        return any(blob in manifest for blob in blobs)
+    return not blobs.isdisjoint(part[:64] for part in manifest.split(b"sha256:"))

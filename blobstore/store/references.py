@@ -1,8 +1,9 @@
 """The blobs that each manifest of a store references, kept in one file, so that manifests are not parsed again.
 
 The manifests remain the truth. What is kept of one is used while its file has the version that it had when it was
-read; nothing is ever deleted by it. The file is a cache: it may be absent, old or damaged, and each user has one that
-nobody else may write. A process that has read manifests that are not in it replaces it.
+read. Nothing is deleted by it alone: see :meth:`.ReachableBlobs.prove`. The file is a cache: it may be absent, old or
+damaged, and each user has one that nobody else may write. A process that has read manifests that are not in it
+replaces it.
 
 Blobs have numbers, in the order in which they were met. After a line with a checksum come three counts, the digests
 and the sizes of all blobs by number, a record for each manifest, and the numbers that the manifests reference.
@@ -21,14 +22,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, open_own, read_exactly, write_file
+from blobstore.manifests import media_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-_MAGIC: Final = f"references 1 {sys.byteorder} ".encode()
+    from blobstore.manifests.model import Manifest
+
+_MAGIC: Final = f"references 2 {sys.byteorder} ".encode()
 _COUNTS: Final = struct.Struct("=3Q")
-_MANIFEST: Final = struct.Struct("=3Q2q32sQ")
+_MANIFEST: Final = struct.Struct("=3Q2q32sII?")
 _MAX_BYTES: Final = 1 << 32
 _MARGIN_NS: Final = 3 * 10**9
 """A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
@@ -40,7 +44,11 @@ class KnownManifest(NamedTuple):
     digest: Digest
     """The digest of its bytes."""
     blobs: array[int]
-    """The numbers of its blobs, each once; that of the config is the first."""
+    """The numbers of its blobs, each once: that of the config, of other blobs that are not only tensors, of tensors."""
+    others: int = 1
+    """How many of the first of these are not tensors, or not only tensors."""
+    is_checked: bool = False
+    """Whether the manifest was the one that its config promises."""
     other_sizes: Mapping[int, int] = {}
     """Bytes of blobs of which an earlier manifest says otherwise."""
 
@@ -77,6 +85,11 @@ class References:
             found = [others.get(n, size) for n, size in zip(manifest.blobs, found, strict=True)]
         return found
 
+    def digests(self, numbers: Iterable[int]) -> set[str]:
+        """Return the hex digests of blobs."""
+        text = self._digests.hex()
+        return {text[64 * number : 64 * number + 64] for number in numbers}
+
     def number(self, digest: Digest, size: int = 0) -> int:
         """Return the number of a blob, a new one if it was not met before."""
         return self._number(bytes.fromhex(digest.hex), size)
@@ -93,17 +106,27 @@ class References:
         return known
 
     def add(
-        self, version: FileVersion | None, digest: Digest, blobs: Mapping[Digest, int]
+        self,
+        version: FileVersion | None,
+        digest: Digest,
+        manifest: Manifest,
+        *,
+        is_checked: bool = False,
     ) -> KnownManifest:
         """Return the blobs of a manifest by their numbers; keep them for its file, unless that is too young.
 
         A manifest that states other sizes than those before is not kept.
         """
+        layers, tensor = manifest.layers, media_types.TENSOR
+        blobs = {one.digest: one.size for one in layers if one.media_type != tensor}
+        blobs = {manifest.config.digest: manifest.config.size} | blobs
+        others = len(blobs)
+        blobs |= {one.digest: one.size for one in layers}
         numbers = array("I", [self.number(blob, size) for blob, size in blobs.items()])
         stated = zip(numbers, blobs.values(), strict=True)
-        others = {number: size for number, size in stated if size != self.sizes[number]}
-        known = KnownManifest(digest, numbers, others)
-        if not others:
+        sizes = {number: size for number, size in stated if size != self.sizes[number]}
+        known = KnownManifest(digest, numbers, others, is_checked, sizes)
+        if not sizes:
             self._keep(version, known)
         return known
 
@@ -135,7 +158,13 @@ class References:
             digests,
             sizes.tobytes(),
             *(
-                _MANIFEST.pack(*version, bytes.fromhex(known.digest.hex), len(known.blobs))
+                _MANIFEST.pack(
+                    *version,
+                    bytes.fromhex(known.digest.hex),
+                    len(known.blobs),
+                    known.others,
+                    known.is_checked,
+                )
                 for version, known in kept.items()
             ),
             *(found.tobytes() for found in lists),
@@ -178,15 +207,17 @@ class References:
             data = data[width:]
         numbers = array("I", bytes(parts[4]))
         records = list(_MANIFEST.iter_unpack(parts[3]))
-        counts = [count for *_, count in records]  # a manifest has a config at least
-        if sum(counts) != references or 0 in counts or max(numbers, default=0) >= max(blobs, 1):
+        counts = [count for *_, count, _, _ in records]
+        if sum(counts) != references or max(numbers, default=0) >= max(blobs, 1):
             return
+        if not all(0 < others <= count for *_, count, others, _ in records):
+            return  # a manifest has a config at least
         self._digests, self._numbers = bytearray(parts[1]), None
         self.sizes = array("Q", bytes(parts[2]))
         end = 0
-        for *version, digest, count in records:
+        for *version, digest, count, others, is_checked in records:
             begin, end = end, end + count
-            known = KnownManifest(Digest(digest.hex()), numbers[begin:end])
+            known = KnownManifest(Digest(digest.hex()), numbers[begin:end], others, is_checked)
             self._manifests[FileVersion(*version)] = self._by_digest[known.digest] = known
 
 

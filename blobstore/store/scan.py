@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
@@ -18,7 +19,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator
     from pathlib import Path
 
 
@@ -31,8 +32,13 @@ def list_names(folder: str | Path) -> list[str]:
     Raises:
         StoreError: it cannot be listed.
     """
+    return sorted(each_name(folder))
+
+
+def each_name(folder: str | Path) -> list[str]:
+    """Return the names in a folder in any order, which is faster for very many. Raises as :func:`list_names`."""
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - the names are enough
+        return os.listdir(folder)  # noqa: PTH208 - the names are enough
     except OSError as error:
         _check_absent(folder, error)
         return []
@@ -43,7 +49,7 @@ def scan_folder(folder: str | Path) -> list[os.DirEntry[str]]:
     interrupts.check()
     try:
         with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
+            return sorted(found, key=attrgetter("name"))
     except OSError as error:
         _check_absent(folder, error)
         return []
@@ -99,3 +105,15 @@ def digest_of(name: str) -> Digest | None:
     """Return the digest that the name of a blob's file spells, None for other files."""
     match = _BLOB.fullmatch(name)
     return None if match is None else Digest(match[1])
+
+
+def digests_of(names: Iterable[str]) -> set[Digest]:
+    """Return the digests that the names of blobs' files spell; other files are skipped."""
+    return {digest for digest in map(digest_of, names) if digest is not None}
+
+
+def files_without(
+    files: Iterable[os.DirEntry[str]], digests: Container[Digest]
+) -> list[os.DirEntry[str]]:
+    """Return the files whose names do not begin with one of these digests."""
+    return [one for one in files if Digest(one.name.partition(".")[0]) not in digests]

@@ -1,10 +1,10 @@
 """The operation ``gc``: deletes blobs that no manifest references, and files of dead processes.
 
-First, all manifests are read without a lock. Then blobs are removed in batches, each under the store's
-exclusive lock: leases are read, manifests that have changed are read again, and blobs that are still
-garbage are removed. Leases are read before manifests: a process that has released its lease has already
-published the manifest that references its blobs. A batch ends after a fraction of a second, so that no
-other process waits longer. The work is linear in blobs and layers.
+First, without a lock, the file of references says which blobs may be garbage, and all manifests are
+searched for these. Then blobs are removed in batches, each under the store's exclusive lock: leases are
+read, manifests that have changed are read again, and blobs that are still garbage are removed. Leases
+are read before manifests: a process that has released its lease has already published the manifest that
+references its blobs. A batch ends after a fraction of a second, so that no other process waits longer.
 
 The base of a delta-encoded blob is kept as long as that blob, even if no manifest references the base.
 Delta-encoded blobs are removed before their bases, so that no delta ever lacks its base.
@@ -19,6 +19,7 @@ import shutil
 import stat
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -35,7 +36,14 @@ from blobstore.store.locks import Leases, try_lock
 from blobstore.store.notes import repository_key
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.reachability import ReachableBlobs
-from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
+from blobstore.store.scan import (
+    digest_of,
+    digests_of,
+    each_name,
+    files_without,
+    scan_folder,
+    walk_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -169,6 +177,7 @@ def collect_garbage(
         leftovers += tuple(map(Removed._make, removed))
         if not dry_run:
             store.prune_signatures()
+        collection.save()
     return Collected(
         blobs=tuple(blobs),
         leftovers=leftovers,
@@ -241,26 +250,34 @@ class _Collection:
         """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
         self._marks.update()
         self._find_deltas()
-        reached = self._marks.reached()
         cold, hot = self._store.folder("cold"), self._store.folder("blobs")
-        names = {folder: list_names(folder) for folder in (cold, hot)}
-        self._blob_count = sum(map(len, names.values()))
-        links = set(map(digest_of, list_names(self._store.folder("bases"))))
-        if links and not reached <= self._there():
+        reached = self._marks.reached()
+        garbage: dict[Path, list[str]] = {}
+        for folder in (cold, hot):
+            names = each_name(folder)
+            self._blob_count += len(names)
+            garbage[folder] = sorted(n for n in names if n.removeprefix(_PREFIX) not in reached)
+        digests = digests_of(chain.from_iterable(garbage.values()))
+        links = digests_of(each_name(self._store.folder("bases")))
+        # Such a link may be the base of a missing blob, and any manifest may reference that.
+        is_doubtful = not all(map(self._is_base, links))
+        if digests or is_doubtful or any(self._store.signed_manifests()):
+            self._marks.prove(None if is_doubtful else {digest.hex for digest in digests})
+        reached = self._marks.reached()
+        if links and not reached <= self._there(reached):
             # A referenced blob is missing, for example, because a disk is not mounted.
-            self._possible_bases = {link for link in links if link is not None}
+            self._possible_bases = links
         coded = {delta for deltas in self._deltas.values() for delta in deltas}
         deltas: list[_Candidate] = []
         others: list[_Candidate] = []
-        for folder, found in names.items():
+        for folder, unreached in garbage.items():
             below = folder.relative_to(self._store.root)
-            for name in found:
-                if name.removeprefix(_PREFIX) not in reached:
-                    digest = digest_of(name)
-                    if digest is not None:
-                        is_delta = folder == cold and digest in coded
-                        item = _Candidate(folder, below, name, digest)
-                        (deltas if is_delta else others).append(item)
+            for name in unreached:
+                digest = digest_of(name)
+                if digest is not None and digest.hex not in reached:
+                    is_delta = folder == cold and digest in coded
+                    item = _Candidate(folder, below, name, digest)
+                    (deltas if is_delta else others).append(item)
         return deltas, others
 
     def refusal(self, candidates: list[_Candidate]) -> str:
@@ -368,7 +385,8 @@ class _Collection:
         """
         # In this order: a lease that has ended by now ended after its manifest was published.
         self._leases = self._store.read_leases()
-        self._marks.update()
+        if not self._is_dry:
+            self._marks.update()
         if self._version_of_cold() != self._cold_version:
             self._find_deltas()
         for digest, error in self._unreadable.items():
@@ -401,14 +419,19 @@ class _Collection:
                 versions.append(None)
         return versions
 
+    def save(self) -> None:
+        """Keep what was read of manifests, at last: on a full disk that might need what others need more."""
+        self._marks.save()
+
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return the lock under which files are removed."""
         return contextlib.nullcontext() if self._is_dry else self._store.exclusive_lock()
 
-    def _there(self) -> set[str]:
-        """Return the hex digests of the blobs of the store, hot or cold."""
-        folders = (self._store.folder("blobs"), self._store.folder("cold"))
-        return {name.removeprefix(_PREFIX) for folder in folders for name in list_names(folder)}
+    def _there(self, blobs: set[str]) -> set[str]:
+        """Return the hex digests of those of some blobs that the store has, hot or cold."""
+        folders = (self._store.folder("blobs"), self._store.folder("cold")) if blobs else ()
+        names = chain.from_iterable(map(each_name, folders))
+        return {digest for name in names if (digest := name.removeprefix(_PREFIX)) in blobs}
 
     def look_for_leftovers(self) -> None:
         """Read without the lock what takes long and seldom changes: signatures, and former manifests."""
@@ -458,11 +481,11 @@ class _Collection:
     def _unneeded_files(self) -> Iterator[tuple[Path, float]]:
         """Yield caches and links that are not needed, and the age at which each is removed."""
         folder = self._store.folder
-        names = map(self._store.reference_of, map(Path, self._marks.by_path()))
-        noted = {repository_key(name) for name in names if name is not None}
-        known = {digest.hex for digest in self._marks.manifests() | noted}
-        caches = [*scan_folder(folder("headers"))]
-        caches = [one for one in caches if one.name.partition(".")[0] not in known]
+        caches = files_without(scan_folder(folder("headers")), self._marks.manifests())
+        if caches:
+            names = map(self._store.reference_of, map(Path, self._marks.by_path()))
+            keys = {repository_key(name) for name in names if name is not None}
+            caches = files_without(caches, keys)
         # Files that begin with a dot are caches that were being written when their process died.
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
@@ -475,7 +498,8 @@ class _Collection:
     def _lost_manifests(self) -> Iterator[tuple[Path, float]]:
         """Yield former manifests without their blobs, and the age at which each is removed."""
         self._history.update()
-        yield from ((path, 0.0) for path in self._history.lost(self._there()))
+        there = self._there(self._history.blobs())
+        yield from ((path, 0.0) for path in self._history.lost(there))
 
     def _lost_signatures(self) -> Iterator[tuple[Path, float]]:
         """Yield signatures of lost manifests, and unusable ones, and the age at which each is removed."""

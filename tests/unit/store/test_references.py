@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, read_regular
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.describe.list import list_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -17,8 +20,9 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.store import references
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
+from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.references import References
-from tests.support.models import add_blobs, blob
+from tests.support.models import add_blob, add_blobs, blob
 
 Damage = Callable[[bytes], bytes]
 VERSION = FileVersion(1, 2, 3, 4, 5)
@@ -36,6 +40,12 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     collect_garbage(store=store, older_than=0)
     read_catalog(store)
     return store
+
+
+def manifest(blobs: dict[Digest, int]) -> Manifest:
+    """Return a manifest of blobs with these sizes; the first is the config."""
+    config, *layers = (Descriptor(media_types.TENSOR, *blob) for blob in blobs.items())
+    return Manifest(config=config, layers=tuple(layers))
 
 
 def path_of(store: LocalStore) -> Path:
@@ -110,7 +120,7 @@ def one_reference(data: bytes) -> bytes:
     begin = 24 + 40 * blobs
     for number in range(manifests):
         end = begin + references._MANIFEST.size * (number + 1)
-        rest[end - 8 : end] = struct.pack("=Q", 1)
+        rest[end - 9 : end - 1] = struct.pack("=2I", 1, 1)
     end = begin + references._MANIFEST.size * manifests
     return checked(bytes(rest[:end]) + bytes(4 * manifests))
 
@@ -119,7 +129,7 @@ def no_blobs(data: bytes) -> bytes:
     """Say with a right checksum that a manifest has no blob, not even a config."""
     blobs, *_ = struct.unpack_from("=3Q", body(data))
     end = 24 + 40 * blobs + references._MANIFEST.size
-    return checked(body(data)[: end - 8] + bytes(8) + body(data)[end:])
+    return checked(body(data)[: end - 9] + bytes(8) + body(data)[end - 1 :])
 
 
 DAMAGES: dict[str, Damage] = {
@@ -127,7 +137,7 @@ DAMAGES: dict[str, Damage] = {
     "truncated": lambda data: data[:-1],
     "longer": lambda data: data + b"x",
     "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
-    "of another version": lambda data: data.replace(b"references 1", b"references 0"),
+    "of another version": lambda data: data.replace(b"references 2", b"references 0"),
     "no counts": lambda data: checked(b"x"),
     "counts beyond the end": lambda data: checked(struct.pack("=3Q", 2**60, 2**60, 2**60)),
     "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),
@@ -148,13 +158,102 @@ def test_operations_give_the_same_answers_whatever_the_file_is(
     assert len(path_of(store).read_bytes()) == len(whole)
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES.values(), one_reference], ids=[*DAMAGES, "hostile"])
-def test_gc_removes_nothing_that_a_manifest_references_whatever_the_file_is(
-    store: LocalStore, damage: Damage
-) -> None:
+def swapped(data: bytes) -> bytes:
+    """Say with a right checksum that each blob is another one."""
+    blobs, *_ = struct.unpack_from("=3Q", body(data))
+    digests = body(data)[24 : 24 + 32 * blobs]
+    return checked(body(data)[:24] + bytes(reversed(digests)) + body(data)[24 + 32 * blobs :])
+
+
+HOSTILE: dict[str, Damage] = {"one reference each": one_reference, "other digests": swapped}
+
+
+def damage_file(store: LocalStore, damage: Damage) -> None:
     path_of(store).write_bytes(damage(path_of(store).read_bytes()))
-    read_catalog(store)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), *HOSTILE.values()], ids=[*DAMAGES, *HOSTILE])
+@pytest.mark.parametrize("is_listed", [False, True], ids=["", "after a list"])
+def test_gc_removes_only_garbage_whatever_the_file_is(
+    store: LocalStore, damage: Damage, *, is_listed: bool
+) -> None:
+    used = {blob for entry in read_catalog(store) for blob in entry.blobs}
+    garbage = {add_blob(store, b"%d" % number)[0] for number in range(10)}
+    damage_file(store, damage)
+    if is_listed:
+        read_catalog(store)
+    expected = {digest.file_name for digest in garbage}
+    for is_dry in (True, False):
+        found = collect_garbage(store=store, older_than=0, force=True, dry_run=is_dry)
+        assert {one.path.name for one in found.blobs} == expected
+    assert all(map(store.has_hot, used))
+
+
+@pytest.mark.parametrize("garbage", [1, 10])
+def test_gc_keeps_a_blob_whose_digest_has_escapes_in_a_manifest(
+    store: LocalStore, garbage: int
+) -> None:
+    for number in range(garbage):
+        add_blob(store, b"%d" % number)
+    layer = store.resolve("c").layers[0].digest
+    path = store.manifest_path("c")
+    spelled = "".join(f"\\u{ord(one):04x}" for one in layer.hex)
+    path.write_text(path.read_text().replace(layer.hex, spelled))
+    say_that_it_was_read(store, "c")
+    damage_file(store, one_reference)
+    assert len(collect_garbage(store=store, older_than=0, force=True).blobs) == garbage
+    assert store.has_hot(layer)
+
+
+def say_that_it_was_read(store: LocalStore, name: str, data: bytes | None = None) -> None:
+    """Say in the file of references that the manifest of a name is intact, with its content or other bytes."""
+    known = store.known_references()
+    data = data or store.read_manifest(name)
+    version = store.manifest_version(name)
+    known.add(version, Digest.of(data), Manifest.from_bytes(data), is_checked=True)
+    versions = map(store.manifest_version, store.references())
+    known.save(version for version in versions if version is not None)
+
+
+def test_gc_finds_a_manifest_that_was_changed_without_a_new_version(store: LocalStore) -> None:
+    before = store.read_manifest("c")
+    new, _ = add_blob(store, b"new")
+    old = store.resolve("c").layers[0].digest
+    store.manifest_path("c").write_bytes(before.replace(old.hex.encode(), new.hex.encode()))
+    say_that_it_was_read(store, "c", before)
     assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
+    assert store.has_hot(new)
+
+
+def test_gc_believes_the_file_only_until_it_has_found_candidates(store: LocalStore) -> None:
+    marks = ReachableBlobs(store)
+    marks.update()
+    copy_model("c", "late", store=store)
+    say_that_it_was_read(store, "late")
+    damage_file(store, one_reference)
+    marks.references = store.known_references()
+    marks.prove(())
+    remove_models(["c"], store=store)
+    marks.update()
+    assert {blob.digest.hex for blob in store.resolve("late").blobs} <= marks.reached()
+
+
+def test_gc_without_garbage_opens_no_manifest(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    real = read_regular
+
+    def read(path: str, limit: int) -> bytes:
+        opened.append(path)
+        return real(path, limit)
+
+    monkeypatch.setattr("blobstore.store.reachability.read_regular", read)
+    collect_garbage(store=store, older_than=0)
+    assert opened == []
+    add_blob(store, b"garbage")
+    collect_garbage(store=store, older_than=0, force=True)
+    assert len(opened) == 4
 
 
 def test_a_file_that_others_can_write_or_that_is_a_link_is_ignored(store: LocalStore) -> None:
@@ -179,8 +278,8 @@ def test_a_file_that_cannot_be_written_is_not_an_error(store: LocalStore) -> Non
 
 def test_manifests_may_disagree_about_the_size_of_a_blob() -> None:
     known = References()
-    one = known.add(VERSION, A, {B: 5, C: 6})
-    other = known.add(VERSION._replace(inode=9), B, {C: 7, B: 5})
+    one = known.add(VERSION, A, manifest({B: 5, C: 6}))
+    other = known.add(VERSION._replace(inode=9), B, manifest({C: 7, B: 5}))
     assert known.sizes_in(one) == [5, 6]
     assert known.sizes_in(other) == [7, 5]
     assert known.known(VERSION) == one
@@ -192,7 +291,8 @@ def test_blobs_of_manifests_that_are_gone_are_dropped(tmp_path: Path) -> None:
     first = References(path)
     for number in range(20):
         blobs = {Digest.of(b"%d" % number): number, C: 3}
-        first.add(VERSION._replace(inode=number), Digest.of(b"m%d" % number), blobs)
+        name = Digest.of(b"m%d" % number)
+        first.add(VERSION._replace(inode=number), name, manifest(blobs))
     first.save([VERSION._replace(inode=7)])
     again = References(path)
     found = again.known(VERSION._replace(inode=7))
