@@ -14,7 +14,6 @@ read headers do not trust the index.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import re
@@ -25,7 +24,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
+from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.models.tensors import QPARAMS, at_layer, only_tensor, read_tensors, tensors_of
@@ -34,7 +33,7 @@ from blobstore.safetensors.header import Header
 from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from blobstore.core.mmap import MappedRegion
     from blobstore.manifests.descriptor import Descriptor
@@ -103,37 +102,6 @@ class TensorIndex:
         for name, (_, _, slot, _) in self.entries.items():
             names[self.blobs[slot]].append(name)
         return names
-
-    def shard(self, names: Iterable[str], order: str, shard: tuple[int, int]) -> list[str]:
-        """Return one rank's share of the tensors ``names``.
-
-        The tensors are split into runs of about equal bytes, in the order of the files, so that
-        each tensor belongs to one rank.
-
-        Args:
-            names: the tensors to distribute.
-            order: ``file`` to return the share in the order of the bytes, ``name`` to sort it.
-            shard: the rank, and the number of ranks.
-
-        Raises:
-            UsageError: an unknown order, or a rank out of range.
-        """
-        rank, world = shard
-        if not 0 <= rank < world:
-            raise UsageError(
-                f"shard must be a rank and a world with 0 <= rank < world, got {rank} of {world}"
-            )
-        if order not in ("file", "name"):
-            raise UsageError(f"order must be file or name, got {quote(order)}")
-        in_file = sorted(names, key=lambda name: self.entries[name][2:])
-        sizes = [self.nbytes(name) for name in in_file]
-        total = max(sum(sizes), 1)
-        # A tensor belongs to the rank whose part of the bytes contains the tensor's middle.
-        share = []
-        for name, size, end in zip(in_file, sizes, itertools.accumulate(sizes), strict=True):
-            if min(int((end - size / 2) * world / total), world - 1) == rank:
-                share.append(name)
-        return share if order == "file" else sorted(share)
 
 
 def load_index(store: BlobAccess, manifest: bytes, *, use_index: bool = True) -> TensorIndex:

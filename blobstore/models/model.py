@@ -27,6 +27,7 @@ from blobstore.models.header_index import load_cached_index, read_index, write_i
 from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.prefetch import groups
 from blobstore.models.quantized import QuantizedWeights
+from blobstore.models.rank_share import rank_share
 from blobstore.models.slices import Array, SliceReader
 from blobstore.models.small_files import ModelFiles
 from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
@@ -363,7 +364,7 @@ class Model(ModelFiles, Mapping[str, Array]):
                 Otherwise as :meth:`__getitem__`.
         """
         names = [name for name in self._entries if name.startswith(prefix)]
-        mine = self._index.shard(names, order, shard)
+        mine = rank_share(self._index, names, order, shard)
         if parts is None and (stream := self._target.stream()) is not None:
             yield from self._upload(mine, stream)
             return

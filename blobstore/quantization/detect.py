@@ -53,7 +53,7 @@ from blobstore.quantization.formats import (
     float8_format,
 )
 from blobstore.quantization.neighbours import unclaimed_neighbour, without_neighbours
-from blobstore.quantization.packed_weights import (
+from blobstore.quantization.packed_recipes import (
     NotUnderstood,
     check_matrix,
     fail,
@@ -66,8 +66,13 @@ from blobstore.quantization.packed_weights import (
     symmetric_weight,
     tiled_weight,
 )
+from blobstore.quantization.published_schemes import (
+    UNKNOWN,
+    quantization_key,
+    scheme_name,
+    scheme_of_tensor,
+)
 from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized, copies
-from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:

@@ -3,19 +3,18 @@
 The quantization parameters of ``X.weight`` are ``X.scales`` and ``X.biases``. The experts of a projection
 are one tensor below ``switch_mlp``. ``quantization`` in the config has bits, group size and mode of most
 weights, and entries for modules that differ. mlx-lm repeats it as ``quantization_config`` for the Hub's
-pages. Other keys have the names that transformers used before version 5.
+pages.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource
+from blobstore.quantization.old_config_keys import with_old_keys
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.source_config import SourceQuantConfig
 
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
     from blobstore.quantization.formats import QuantFormat
 
 _SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
+_NESTED = "text_config"
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _EXPERT_TYPES = (("expert_dtype", "fp4"), ("expert_dtype", "fp8"))
 """Further names of DeepSeek V4, for experts."""
-_NESTED = "text_config"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT = re.compile(
     r"(?P<place>.*\.)experts\.(?P<expert>0|[1-9]\d{0,5})\.(?P<projection>[^.]+)"
     r"(?P<kind>\.weight|\.scales|\.biases)",
@@ -91,7 +89,7 @@ def exported_config(
     """Return the config for exported weights, or None if it needs no change.
 
     The config for packed weights is only for MLX, and has all keys that mlx-lm reads: see
-    :func:`mlx_config`.
+    :func:`~blobstore.quantization.old_config_keys.with_old_keys`.
 
     Args:
         config: the config of the source; any JSON value. Its quantization settings are kept if
@@ -126,55 +124,8 @@ def exported_config(
             if known != usual:
                 quantization[weight.removesuffix(".weight")] = entries[known]
         changed |= {"quantization": quantization, "quantization_config": quantization}
-        changed = mlx_config(config if _has_types(config, types) else changed)
+        changed = with_old_keys(config if _has_types(config, types) else changed)
     return None if changed == config else changed
-
-
-def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the keys that mlx-lm reads added to those that transformers 5 writes.
-
-    Without them, mlx-lm silently uses its own defaults for most models.
-    """
-    both = dict(config)
-    if "num_local_experts" in both:
-        both.setdefault("num_experts", both["num_local_experts"])
-    rope, kinds, nested = both.get("rope_parameters"), both.get("layer_types"), both.get(_NESTED)
-    if isinstance(rope, dict):
-        both |= {key: value for key, value in _old_rope(rope).items() if key not in both}
-    if isinstance(kinds, list) and _SLIDING in kinds and _FULL in kinds:
-        period = kinds.index(_FULL) + 1
-        is_full = [number % period == 0 for number in range(1, len(kinds) + 1)]
-        if [kind == _FULL for kind in kinds] == is_full:
-            both.setdefault("sliding_window_pattern", period)
-    if isinstance(nested, dict):
-        both[_NESTED] = mlx_config(nested)
-    return both
-
-
-def with_old_keys(content: bytes) -> bytes:
-    """Return a config file with the keys of :func:`mlx_config`; other content is unchanged."""
-    try:
-        config = strict_json.loads_any(content)
-    except ValueError:
-        return content
-    if not isinstance(config, dict) or (both := mlx_config(config)) == config:
-        return content
-    return f"{json.dumps(both, indent=2)}\n".encode()
-
-
-def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these settings under the keys of earlier versions, for all layers or each kind."""
-    full, sliding = rope.get(_FULL), rope.get(_SLIDING)
-    if isinstance(full, dict):
-        # As in Gemma 3. Readers of the settings of each kind ignore these keys.
-        local = sliding.get("rope_theta") if isinstance(sliding, dict) else None
-        return _old_rope(full) | ({} if local is None else {"rope_local_base_freq": local})
-    if "rope_theta" not in rope:
-        return {}
-    old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    is_plain = rope.get("rope_type", "default") == "default"
-    return {**old, "rope_scaling": None if is_plain else scaling}  # some models require the key
 
 
 def _without_settings(config: Mapping[str, Any]) -> dict[str, Any]:

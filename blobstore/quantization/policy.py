@@ -1,6 +1,6 @@
 """Decides which tensors are quantized to which type, from names, shapes, element types and the config.
 
-The tables are in :mod:`blobstore.quantization.rules`. A tensor is checked in this order: the user's
+The tables are in :mod:`blobstore.quantization.policy_rules`. A tensor is checked in this order: the user's
 overrides (the last match wins), the requirements on element type, dimensions, size and orientation, the
 rules for towers, those of its architecture, and the generic ones. The types of a rule are tried in turn,
 each with its group size: the requested one for the requested type, the default for other types. A tensor
@@ -23,7 +23,7 @@ from blobstore.core.tensor import DType
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
 from blobstore.quantization.model_facts import ModelFacts
-from blobstore.quantization.rules import (
+from blobstore.quantization.policy_rules import (
     ARCHITECTURES,
     GENERIC,
     KEPT,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
     from blobstore.quantization.model_facts import Role
-    from blobstore.quantization.rules import Rule
+    from blobstore.quantization.policy_rules import Rule
 
 PolicyName = Literal["recommended", "uniform"]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import Digest
     from blobstore.core.workers import WorkerPool
+    from blobstore.remotes.choose_cold_layers import UsableLayers
     from blobstore.remotes.cold_layers import ColdLayer
-    from blobstore.remotes.cold_manifests import UsableLayers
     from blobstore.remotes.model_reader import RemoteClient
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore

@@ -27,7 +27,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
-from blobstore.store.blob_header import is_gguf, read_gguf_header
+from blobstore.store.gguf_blob import is_gguf, read_gguf_header
 from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:

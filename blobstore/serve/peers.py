@@ -39,7 +39,7 @@ from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin, LoginFiles
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.store import RemoteSource
-from blobstore.remotes.cold_manifests import usable_layers
+from blobstore.remotes.choose_cold_layers import usable_layers
 from blobstore.remotes.download import Download
 from blobstore.remotes.fetch_attached import attached
 from blobstore.remotes.model_reader import RemoteReader

@@ -20,7 +20,8 @@ from blobstore.integrations.small_files import (
 from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.models.published import published_scheme
 from blobstore.operations.open import open_model
-from blobstore.quantization.mlx_layout import exported_config, mlx_config
+from blobstore.quantization.mlx_layout import exported_config
+from blobstore.quantization.old_config_keys import with_old_keys
 
 with optional_libraries():
     import mlx.core as mx
@@ -139,7 +140,7 @@ def _opened(
         weights = Weights(stored, specs, naming, experts)
         if not experts:  # mlx-lm reads the config of gpt-oss unchanged
             config = exported_config(config, naming.types) or config
-        written = {"config.json": json.dumps(mlx_config(config)).encode()}
+        written = {"config.json": json.dumps(with_old_keys(config)).encode()}
         with temporary_folder(stored, patterns, written) as folder:
             yield stored, weights, folder
 

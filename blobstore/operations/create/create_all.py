@@ -25,7 +25,15 @@ from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.ollama import SCHEME, ollama_models
-from blobstore.operations.create.source_names import cleaned, is_hub, name_of, path_name
+from blobstore.operations.create.source_names import (
+    STEP,
+    cleaned,
+    is_hub,
+    name_in,
+    name_of,
+    path_name,
+    step_order,
+)
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree
@@ -58,10 +66,6 @@ _LLAMA_CPP = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
 
 _LM_STUDIO = (".lmstudio", "lm-studio")
 """The folders of LM Studio, now in the home and formerly in ``~/.cache``."""
-
-
-_STEP = re.compile(r"checkpoint-([0-9]+)")
-"""Matches the folder that the Trainer of transformers makes for a step of a run."""
 
 
 class FoundModel(NamedTuple):
@@ -237,8 +241,8 @@ def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
         folder /= "models"
     name = name or name_of(path_name(folder))
     if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
-        steps = [path for path in _models_below(folder) if _STEP.fullmatch(path.name)]
-        found = [FoundModel(_name_in(folder, path, name), path) for path in steps]
+        steps = [path for path in _models_below(folder) if STEP.fullmatch(path.name)]
+        found = [FoundModel(name_in(folder, path, name), path) for path in steps]
         is_model = not any(_LLAMA_CPP.fullmatch(it.name) for it in folder.iterdir())
         return quantizations(name, folder, _tree(folder)) + found, is_model
     found = []
@@ -246,32 +250,19 @@ def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
         if repository := cached_repository(path):
             found += quantizations(repository, path, _tree(path))
     for path in _models_below(folder):
-        found += quantizations(_name_in(folder, path, name), path, _tree(path))
+        found += quantizations(name_in(folder, path, name), path, _tree(path))
     if gguf_files(FileTree(folder)).models:
         found += quantizations(name, folder, _tree(folder), by_stem=bool(found))
     return found, False
-
-
-def _name_in(folder: Path, path: Path, name: str) -> str:
-    """Return the name of a model in a folder: steps of one run are tags of one name."""
-    if _STEP.fullmatch(path.name) is None:
-        return path.relative_to(folder).as_posix()
-    run = path.parent.relative_to(folder).as_posix()
-    return f"{name if run == '.' else run}:{path.name}"
-
-
-def _by_step(path: Path) -> str:
-    """Return a key by which the steps of a run are in their order."""
-    return _STEP.sub(lambda found: f"checkpoint-{found[1]:0>20}", path.name)
 
 
 def _models_below(folder: Path) -> Iterator[Path]:
     """Yield the folders of models in a folder, or in its folders, which may be those of organizations."""
     own = gguf_files(FileTree(folder)).folders
     # In the order of steps, because the newest one is that which was imported last.
-    for path in sorted(folder.iterdir(), key=_by_step):
+    for path in sorted(folder.iterdir(), key=step_order):
         if path.is_dir() and not path.name.startswith(".") and path.name not in own:
-            inside = [path] if _is_model(path) else sorted(path.iterdir(), key=_by_step)
+            inside = [path] if _is_model(path) else sorted(path.iterdir(), key=step_order)
             yield from filter(_is_model, inside)
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions
 
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
+STEP: Final = re.compile(r"checkpoint-([0-9]+)")
+"""Matches the folder that the Trainer of transformers makes for a step of a run."""
 
 
 def is_hub(source: str | os.PathLike[str]) -> bool:
@@ -93,6 +95,19 @@ def path_name(path: Path) -> str:
         if repository := cached_repository(folder):
             return repository
     return path.name if path.is_dir() else _without_ending(path.name)
+
+
+def name_in(folder: Path, path: Path, name: str) -> str:
+    """Return the name of a model in a folder: steps of one run are tags of one name."""
+    if STEP.fullmatch(path.name) is None:
+        return path.relative_to(folder).as_posix()
+    run = path.parent.relative_to(folder).as_posix()
+    return f"{name if run == '.' else run}:{path.name}"
+
+
+def step_order(path: Path) -> str:
+    """Return a key by which the steps of a run are in their order."""
+    return STEP.sub(lambda found: f"checkpoint-{found[1]:0>20}", path.name)
 
 
 def _without_ending(name: str) -> str:

@@ -29,7 +29,7 @@ from blobstore.manifests.ollama_files import MANIFEST
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.operations.export.reflink import clone_data
-from blobstore.quantization.mlx_layout import with_old_keys
+from blobstore.quantization.old_config_keys import file_with_old_keys
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def link_model(
             for name, layer in plan.files.items():
                 content = store.read_blob(layer.digest, layer.size)
                 if old_keys and PurePosixPath(name).name == "config.json":
-                    content = with_old_keys(content)
+                    content = file_with_old_keys(content)
                 writer.write_new(new / name, content)
             for name, content in plan.written.items():
                 writer.write_new(new / name, content)

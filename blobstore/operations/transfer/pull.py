@@ -24,7 +24,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects, places_of
-from blobstore.remotes.cold_manifests import usable_layers
+from blobstore.remotes.choose_cold_layers import usable_layers
 from blobstore.remotes.download import Download, Fetched
 from blobstore.remotes.fetch_attached import Attached, attached
 from blobstore.remotes.signatures import SelectedSignatures

@@ -7,7 +7,7 @@ import pytest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_config, mlx_name
+from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 
 INT4, INT8 = FORMATS["int4"], FORMATS["int8"]
 EXPERTS = "model.layers.0.mlp.experts"
@@ -162,55 +162,7 @@ def test_replaces_quantization_settings_that_contradict_the_weights(stale: Any) 
     assert exported_config({"quantization": described}, types) is None
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("new", "added"),
-    [
-        ({"num_local_experts": 8}, {"num_experts": 8}),
-        ({"num_local_experts": 8, "num_experts": 9}, {}),
-        ({"rope_parameters": ROPE}, {"rope_theta": 5e5, "rope_scaling": None}),
-        ({"rope_parameters": ROPE, "rope_theta": 1e4, "rope_scaling": YARN}, {}),
-        (
-            {"rope_parameters": {**YARN, "rope_theta": 1e6}},
-            {"rope_theta": 1e6, "rope_scaling": YARN},
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-            {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
-        ),
-        (
-            {"rope_parameters": {FULL: {**YARN, "rope_theta": 1e6}, SLIDING: ROPE}},
-            {"rope_theta": 1e6, "rope_scaling": YARN, "rope_local_base_freq": 5e5},
-        ),
-        ({"rope_parameters": {FULL: ROPE}}, {"rope_theta": 5e5, "rope_scaling": None}),
-        ({"rope_parameters": {FULL: 3, SLIDING: {}}}, {}),
-        ({"rope_parameters": {FULL: {}, SLIDING: {}}}, {}),
-        ({"rope_parameters": None, "num_experts": 4}, {}),
-        ({"layer_types": [SLIDING, FULL, SLIDING, FULL]}, {"sliding_window_pattern": 2}),
-        ({"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, {"sliding_window_pattern": 3}),
-        ({"layer_types": [SLIDING, FULL], "sliding_window_pattern": "LG"}, {}),
-        ({"layer_types": [SLIDING, FULL, FULL]}, {}),
-        ({"layer_types": [SLIDING, SLIDING]}, {}),
-        ({"layer_types": [FULL, FULL]}, {}),
-        ({"layer_types": 3}, {}),
-        ({"rope_theta": 1e4, "text_config": 3}, {}),
-    ],
-)
-def test_adds_the_keys_that_mlx_lm_reads(new: dict[str, Any], added: dict[str, Any]) -> None:
-    before = dict(new)
-    assert mlx_config(new) == {**new, **added}
-    assert new == before
-
-
-def test_adds_keys_to_the_config_of_the_text_model_too() -> None:
-    config = {"model_type": "x", "text_config": {"num_local_experts": 2}}
-    found = mlx_config(config)
-    assert found["text_config"] == {"num_local_experts": 2, "num_experts": 2}
-    assert "num_experts" not in found
 
 
 def test_a_config_for_packed_weights_has_the_keys_that_mlx_lm_reads() -> None:

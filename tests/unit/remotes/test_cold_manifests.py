@@ -15,14 +15,12 @@ import blobstore
 from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
-from blobstore.manifests import media_types
-from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.cold_layers import ColdLayer
-from blobstore.remotes.cold_manifests import fetch_cold_layers, usable_layers
+from blobstore.remotes.cold_manifests import fetch_cold_layers
 from blobstore.remotes.referrers import fetch_referrers
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip_in_place, layer, put, steps, tuned
@@ -121,50 +119,6 @@ def test_a_base_may_be_a_delta_itself(
     assert target.cold_bases() == {
         target.resolve("run:1").layers[0].digest: target.resolve("run:0").layers[0].digest
     }
-
-
-def cut(bases: dict[int, int | None]) -> set[int]:
-    """Return the numbers of the layers that are used, given the base of each."""
-    ids = {number: BlobId(Digest.of(b"%d" % number), 100) for number in bases}
-    layers = {
-        ids[number].digest: ColdLayer(
-            ids[number],
-            BlobId(Digest.of(b"stored%d" % number), 10),
-            None if base is None else ids[base],
-        )
-        for number, base in bases.items()
-    }
-    blobs = [Descriptor(media_types.TENSOR, *one, str(number)) for number, one in ids.items()]
-    store = LocalStore("/nowhere")
-    found, without_base, _ = usable_layers(store, layers, blobs, lambda _: False)
-    assert not without_base
-    return {number for number, one in ids.items() if one.digest in found}
-
-
-def test_a_form_that_states_another_size_of_its_blob_is_not_used() -> None:
-    blob = BlobId(Digest.of(b"blob"), 100)
-    form = ColdLayer(blob, BlobId(Digest.of(b"form"), 10))
-    forged = form._replace(blob=blob._replace(size=90))
-    store, missing = LocalStore("/nowhere"), [Descriptor(media_types.TENSOR, *blob)]
-    for offered, expected in ((form, {blob.digest: form}), (forged, {})):
-        assert usable_layers(store, {blob.digest: offered}, missing, bool).layers == expected
-
-
-def test_very_long_chains_and_cycles_take_one_walk() -> None:
-    many = 10_000
-    chain: dict[int, int | None] = {number: number - 1 for number in range(1, many)}
-    assert len(cut(chain | {0: None})) == many
-    assert len(cut(chain | {0: many - 1})) == many - 1
-
-
-def test_deltas_of_one_pull_make_chains_but_no_cycles() -> None:
-    chain = {0: None, 1: 0, 2: 1, 3: 2}
-    assert cut(chain) == {0, 1, 2, 3}
-    assert cut({0: 0}) == set()
-    assert len(cut({0: 1, 1: 2, 2: 0, 3: 0, 4: 3})) == 4
-    assert (
-        len(cut({4: 3, 3: 0, 0: 1, 1: 2, 2: 0, **{n: n - 1 for n in range(6, 200)}, 5: 4})) == 199
-    )
 
 
 def test_a_push_leaves_the_model_uncompressed(origin: LocalStore, remote: str) -> None:

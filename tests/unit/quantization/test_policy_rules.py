@@ -10,7 +10,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import Decision, Policy
-from blobstore.quantization.rules import ARCHITECTURES, GENERIC, UNIFORM, Schedule
+from blobstore.quantization.policy_rules import ARCHITECTURES, GENERIC, UNIFORM, Schedule
 
 SHAPE = (64, 128)
 """Fits the groups of every type."""

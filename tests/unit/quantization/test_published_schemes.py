@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.quantization.schemes import quantization_key, scheme_name, scheme_of_tensor
+from blobstore.quantization.published_schemes import quantization_key, scheme_name, scheme_of_tensor
 
 PLAIN = {"norm.weight": TensorSpec("norm.weight", DType.BF16, (8,))}
 

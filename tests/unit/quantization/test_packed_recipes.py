@@ -9,7 +9,7 @@ import pytest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.packed_weights import (
+from blobstore.quantization.packed_recipes import (
     NotUnderstood,
     fp4_blocks,
     fp4_weight,

@@ -1,4 +1,4 @@
-"""The headers of blobs that hold tensors."""
+"""The headers of blobs that are GGUF files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.safetensors.header import Header
-from blobstore.store.blob_header import is_gguf, read_gguf_header
+from blobstore.store.gguf_blob import is_gguf, read_gguf_header
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.gguf_files import U32, gguf_file
