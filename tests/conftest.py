@@ -17,6 +17,7 @@ from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
 from blobstore.store.local import LocalStore
 from tests.faults.processes import place_in_memory, workspace
+from tests.support.compilation import compile_in_turn
 from tests.support.frameworks import skip_without_framework
 from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
@@ -67,13 +68,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep what collection makes out of all later garbage collections, of which each would look at it.
 
     That is millions of objects: the tests, and the frameworks that they import.
     """
     gc.disable()
     try:
+        compile_in_turn(session.config)
         return (yield)
     finally:
         gc.freeze()
