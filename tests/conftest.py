@@ -25,17 +25,18 @@ from tests.support.objects import ObjectServer, running_object_store
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 
 # A busy machine is no failure, and nothing here is about time. Examples are the same each time, so that no test
-# fails by chance; the option --hypothesis-profile=random draws others, and tests/fuzz look for more. Those with
-# tests.support.samples draw a quarter of their cases, unless the option has "thorough".
+# fails by chance; the option --hypothesis-profile=random draws others, and tests/fuzz look for more. Tests draw a
+# quarter of their cases, unless the option has "thorough"; tests.support.samples does so for other numbers.
 settings.register_profile(
     "patient",
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
     derandomize=True,
 )
 settings.register_profile("random", settings.get_profile("patient"), derandomize=False)
-settings.register_profile("thorough", settings.get_profile("patient"))
+settings.register_profile("thorough", settings.get_profile("patient"), max_examples=100)
 settings.load_profile("patient")
 
 # Each module and each test is compiled once, not by every worker and every process that tests start, also

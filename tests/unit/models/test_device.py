@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import blobstore
@@ -194,7 +194,6 @@ def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateStream:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.lists(st.integers(0, 700), max_size=12), max_size=8),
     buffer=st.integers(1, 900),

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -139,7 +139,6 @@ def test_scales_next_to_powers_of_two_are_those_of_mlx() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(
     npst.arrays(np.uint32, (2, 128), elements=st.integers(0, 2**32 - 1)),
     st.sampled_from(FORMS),

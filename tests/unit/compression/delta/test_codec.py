@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from blobstore.compression.delta.codec import (
@@ -92,7 +91,6 @@ def test_non_finite_values_survive_a_round_trip() -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@hypothesis_settings(max_examples=60, deadline=None)
 def test_gives_back_steps_of_any_size(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(_FLOATS + _OTHERS))
     count = data.draw(st.integers(0, 6000))
@@ -220,7 +218,6 @@ def test_sparse_steps_of_any_type_survive_a_round_trip(
 
 @pytest.mark.slow
 @given(st.data())
-@hypothesis_settings(max_examples=60, deadline=None)
 def test_another_reader_decodes_any_sparse_steps(data: st.DataObject) -> None:
     dtype, layout = data.draw(
         st.sampled_from([(DType.U8, 32), (DType.BF16, 37), (DType.F32, 39), (DType.U64, 40)])
