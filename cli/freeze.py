@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from blobstore.cli.output import Output
     from blobstore.compression.level import Level
-    from blobstore.operations.freeze.freeze import Frozen
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.freeze.freeze import Frozen, FrozenModel
     from blobstore.store.local import LocalStore
 
 _REASONS = {
@@ -25,6 +26,7 @@ _REASONS = {
 }
 
 _MAX_NAMED = 3
+_MAX_LINES = 12
 
 
 @click.command("freeze", short_help="Compress models losslessly.")
@@ -91,20 +93,28 @@ def _as_json(frozen: Frozen) -> dict[str, Any]:
     blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
     return output.record(frozen, fields) | {
         "bases": {str(name): base for name, base in frozen.bases},
+        "models": output.records(frozen.models, "name base bytes=size stored_bytes=stored"),
         "blobs": output.records(frozen.blobs, blob_fields),
     }
 
 
 def _base_lines(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
-    """Yield a line for each base, or with --verbose for each model."""
-    groups: dict[str, list[str]] = {}
-    for name, base in frozen.bases:
-        groups.setdefault(render.cell(base), []).append(render.cell(name))
-    deltas = "would be stored as deltas" if dry_run else "stored as deltas"
-    for kept, names in groups.items():
-        whole = len(names) <= _MAX_NAMED or output.is_verbose()
-        for which in names if whole else [render.count_of(len(names), "model")]:
-            yield f"  {which}: {deltas} against {kept}, whose blobs are kept"
+    """Yield a line for each model with a base; for many with one base, a line for all unless --verbose is given."""
+    groups: dict[Reference, list[FrozenModel]] = {}
+    for model in frozen.models:
+        if model.base is not None:
+            groups.setdefault(model.base, []).append(model)
+    verb = "would compress to about" if dry_run else "compressed to"
+    for base, models in groups.items():
+        lines = [(render.cell(model.name), model.size, model.stored) for model in models]
+        if len(lines) > _MAX_LINES and not output.is_verbose():
+            _, sizes, stored = zip(*lines, strict=True)
+            lines = [(render.count_of(len(lines), "model"), sum(sizes), sum(stored))]
+        for which, size, left in lines:
+            yield (
+                f"  {which}: {render.human_bytes(size)} {verb} {render.human_bytes(left)}, "
+                f"as deltas against {render.cell(base)}, whose blobs are kept"
+            )
 
 
 def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:

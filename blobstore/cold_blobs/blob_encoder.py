@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from blobstore.cold_blobs.quantized import Blocks, find_rule
+from blobstore.cold_blobs.quantized import Blocks, find_rules
 from blobstore.cold_blobs.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
 
@@ -332,9 +332,15 @@ class _BaseAligner:
         tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
         for span, (name, entry) in zip(spans, tensors, strict=True):
             blocks = Blocks.of(entry, self._header) if self._has_rules else None
-            found = blocks and find_rule(blocks, self._read_into, self._base, self._base_header)
-            if found is not None:
-                yield span._replace(base_begin=found.begin, rule=found.rule)
+            rules = blocks and find_rules(blocks, self._read_into, self._base, self._base_header)
+            if rules:
+                parts = [span] if len(rules) == 1 else split_rows(span)
+                for part, found in zip(parts, rules, strict=True):
+                    yield (
+                        part
+                        if found is None
+                        else part._replace(base_begin=found.begin, rule=found.rule)
+                    )
                 continue
             other, named = single or theirs.get(name), None
             if other is not None and other.spec[1:] == entry.spec[1:]:

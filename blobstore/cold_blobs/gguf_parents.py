@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.cold_blobs.quantized import SAMPLE, Blocks, Found, find_rule, sources_of, unit_vector
+from blobstore.cold_blobs.quantized import Blocks, Found, find_rule, sources_of, unit_vector
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import Header
 
@@ -65,7 +65,7 @@ class _Samples(NamedTuple):
 
     candidates: list[_Candidate]
     vectors: list[Array]
-    """A unit vector of weights of each."""
+    """A unit vector of weights of each, all of the same length."""
 
 
 class ParentFinder:
@@ -120,7 +120,10 @@ class ParentFinder:
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
     def _children(self) -> Iterator[_Child]:
-        """Yield the blobs to be frozen whose only tensor is blocks that may follow from weights."""
+        """Yield the blobs to be frozen whose only tensor is blocks that may follow from weights.
+
+        A stack is followed by its first matrix.
+        """
         bases = set(self._deltas.values())
         wanted = [
             blob
@@ -134,7 +137,8 @@ class ParentFinder:
             if blocks is not None:
                 with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                     read = self._store.base(*blob.id).read_into
-                    yield _Child(blob, blocks, blocks.unit_vector(read))
+                    for each in (blocks, *blocks.matrices()[:1]):
+                        yield _Child(blob, each, each.unit_vector(read))
 
     def _find(
         self, children: list[_Child], models: Iterable[Layers], others: Mapping[Digest, BlobId]
@@ -142,24 +146,29 @@ class ParentFinder:
         """Yield children with their parents."""
         import numpy as np
 
-        columns = {child.blocks.elements: child.blocks.columns for child in children}
-        samples: dict[int, _Samples] = defaultdict(lambda: _Samples([], []))
-        for candidate in self._candidates(models, set(columns)):
-            for entry in sources_of(candidate.header, set(columns)):
-                count = math.prod(entry.spec.shape)
-                with contextlib.suppress(BlobstoreError):
-                    found = self._unit_vector(candidate, entry, columns[count])
-                    samples[count].candidates.append(candidate)
-                    samples[count].vectors.append(found)
+        sampled: dict[int, set[int]] = defaultdict(set)
         for child in children:
-            candidates, vectors = samples[child.blocks.elements]
-            if not vectors:
+            sampled[child.blocks.elements].add(child.blocks.sampled)
+        samples: dict[tuple[int, int], _Samples] = defaultdict(lambda: _Samples([], []))
+        for candidate in self._candidates(models, set(sampled)):
+            for entry in sources_of(candidate.header.tensors.values(), set(sampled)):
+                count = math.prod(entry.spec.shape)
+                for length in sampled[count]:
+                    with contextlib.suppress(BlobstoreError):
+                        vector = self._unit_vector(candidate, entry, length)
+                        samples[count, length].vectors.append(vector)
+                        samples[count, length].candidates.append(candidate)
+        found: set[Digest] = set()
+        for child in children:
+            candidates, vectors = samples[child.blocks.elements, child.blocks.sampled]
+            if not vectors or child.blob.digest in found:
                 continue
             cosines = np.stack(vectors) @ child.sample
             nearest = np.argsort(-cosines, kind="stable")[:_MAX_COMPARED].tolist()
             similar = [candidates[at] for at in nearest if cosines[at] >= _MIN_COSINE]
             parent = self._best_parent(child, similar, others)
             if parent is not None:
+                found.add(child.blob.digest)
                 yield child, parent
 
     def _best_parent(
@@ -210,13 +219,13 @@ class ParentFinder:
             if isinstance(header, Header):
                 yield blob, header
 
-    def _unit_vector(self, candidate: _Candidate, entry: TensorEntry, columns: int) -> Array:
-        """Return weights of a tensor as a unit vector."""
+    def _unit_vector(self, candidate: _Candidate, entry: TensorEntry, length: int) -> Array:
+        """Return so many of the first and of the last weights of a tensor as a unit vector."""
         from blobstore.compression.quant_rule import weights_of  # imports numpy
 
         base = self._store.base(*candidate.blob.id)
         width = entry.spec.dtype.bits // 8
-        size = min(SAMPLE, columns) * width
+        size = length * width
         begin = candidate.header.data_start + entry.begin
         end = candidate.header.data_start + entry.end
         ends = [base.read(at, size).tobytes() for at in (begin, end - size)]

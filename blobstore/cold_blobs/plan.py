@@ -39,6 +39,8 @@ class FreezePlan:
     references: list[Reference] = field(default_factory=list)
     blobs: dict[Digest, Descriptor] = field(default_factory=dict)
     """The tensor blobs of the models, each once."""
+    models: dict[Reference, Collection[Digest]] = field(default_factory=dict)
+    """The tensor blobs of each model."""
     bases: dict[Reference, Reference] = field(default_factory=dict)
     """The base models of models."""
     base_blobs: dict[Digest, BlobId] = field(default_factory=dict)
@@ -149,6 +151,7 @@ def _choose_models(
             if time.time() - modified < older_than:
                 continue
         plan.references.append(reference)
+        plan.models[reference] = {layer.digest: layer for layer in layers}
         plan.blobs |= {layer.digest: layer for layer in layers}
         if path in states:
             plan.frozen[path] = states[path].state
@@ -196,3 +199,23 @@ def _choose_bases(
         # In a store, a base has no base itself.
         if chains or (digest not in bases and blob.digest not in deltas)
     }
+    for reference in set(hot) - plan.bases.keys():
+        found = _holder(plan, reference, layers)
+        if found is not None:
+            plan.bases[reference] = found
+
+
+def _holder(
+    plan: FreezePlan, reference: Reference, layers: Mapping[Reference, Mapping[str, Descriptor]]
+) -> Reference | None:
+    """Return the other model that has most of the bases of a model's blobs: of a quantization, its parent."""
+    wanted = {
+        plan.base_blobs[digest] for digest in plan.models[reference] if digest in plan.base_blobs
+    }
+    sizes = {
+        other: sum(layer.size for layer in theirs.values() if layer.id in wanted)
+        for other, theirs in layers.items()
+        if wanted and other != reference
+    }
+    best = min(sizes, key=lambda other: (-sizes[other], other), default=None)
+    return best if best is not None and sizes[best] else None

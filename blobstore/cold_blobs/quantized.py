@@ -16,7 +16,7 @@ from blobstore.errors import BlobDamaged
 from blobstore.quantization.metadata import is_blocks, parse_quant_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any, Final
 
     import numpy as np
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 SOURCES: Final = (DType.F32, DType.F16, DType.BF16)
 """The types of weights that blocks are quantized from."""
-SAMPLE: Final = 256
+_SAMPLE: Final = 256
 """Weights of a sample, if rows have as many."""
 _CODED_SAMPLE: Final = 1 << 12
 """Weights of a sample whose codes are compared, at each of the same places."""
 _MAX_DIFFERING: Final = 0.5
 """The share of bytes of codes that may differ: those of other weights nearly all do."""
+_NEARLY_ALL: Final = 0.02
+"""If so little differs, no other tensor of a base is compared."""
+_STACK_DIMENSIONS: Final = 3
 _PLACES: Final = (0, 3, 5, 8, 11, 13)
 """Where samples lie, in thirteenths: at rows of attention heads that a permutation moves."""
 _MAX_HEAD: Final = 1024
@@ -56,6 +59,8 @@ class Blocks(NamedTuple):
     """Weights of a block."""
     block_size: int
     """Bytes of a block."""
+    slices: int = 1
+    """Matrices of a stack, such as the experts of a layer."""
 
     @classmethod
     def of(cls, entry: TensorEntry, header: Header) -> Blocks | None:
@@ -72,10 +77,27 @@ class Blocks(NamedTuple):
             return None
         if found is None or found[0].gguf_name not in QUANTIZED | CODED:
             return None
-        item = found[0]
-        columns = item.columns(entry.spec.shape[-1])
-        begin = header.data_start + entry.begin
-        return cls(item.gguf_name, begin, size, columns, item.group_size, item.block_bytes)
+        item, shape = found[0], entry.spec.shape
+        slices = shape[0] if len(shape) == _STACK_DIMENSIONS else 1
+        return cls(
+            item.gguf_name,
+            header.data_start + entry.begin,
+            size,
+            item.columns(shape[-1]),
+            item.group_size,
+            item.block_bytes,
+            slices,
+        )
+
+    def matrices(self) -> list[Blocks]:
+        """Return the matrices of a stack; none if they are small, or if there is one matrix only."""
+        size = self.size // self.slices
+        if self.slices == 1 or size < MIN_PIECE:
+            return []
+        return [
+            self._replace(begin=self.begin + at, size=size, slices=1)
+            for at in range(0, self.size, size)
+        ]
 
     @property
     def elements(self) -> int:
@@ -83,9 +105,14 @@ class Blocks(NamedTuple):
         return self.size // self.block_size * self.weights
 
     @property
+    def sampled(self) -> int:
+        """Weights of a sample, which lies in one row."""
+        return min(_SAMPLE, self.columns) // self.weights * self.weights
+
+    @property
     def sample_size(self) -> int:
-        """Bytes of a sample, which lies in one row."""
-        return min(SAMPLE, self.columns) // self.weights * self.block_size
+        """Bytes of a sample."""
+        return self.sampled // self.weights * self.block_size
 
     def sample(self, read: Read, offset: int = 0, size: int = 0) -> bytes:
         """Return the bytes of a sample, of the usual size by default. Raises what ``read`` raises."""
@@ -103,9 +130,9 @@ class Blocks(NamedTuple):
         return unit_vector(dequantize(self.type_name, np.frombuffer(ends, np.uint8)))
 
 
-def sources_of(header: Header, counts: set[int]) -> Iterator[TensorEntry]:
-    """Yield the tensors of a blob that have one of these numbers of weights."""
-    for entry in header.tensors.values():
+def sources_of(entries: Iterable[TensorEntry], counts: set[int]) -> Iterator[TensorEntry]:
+    """Yield the tensors that have one of these numbers of weights."""
+    for entry in entries:
         if entry.spec.dtype in SOURCES and math.prod(entry.spec.shape) in counts:
             yield entry
 
@@ -130,7 +157,46 @@ class Found(NamedTuple):
     rule: QuantRule
 
 
-def find_rule(blocks: Blocks, read: Read, base: BaseBlob, base_header: Header) -> Found | None:
+def find_rules(
+    blocks: Blocks, read: Read, base: BaseBlob, base_header: Header
+) -> list[Found | None]:
+    """Find the weights in a base that blocks were quantized from, or those of each matrix if they are a stack.
+
+    Takes what :func:`find_rule` takes, and raises the same.
+
+    Returns:
+        what :func:`find_rule` returns for each; nothing if there are no weights at all.
+    """
+    entries = list(base_header.tensors.values())
+    found = find_rule(blocks, read, base, base_header, entries)
+    if found is not None:
+        return [found]
+    rules = []
+    for matrix in blocks.matrices():
+        rules.append(find_rule(matrix, read, base, base_header, entries))
+        # Those of a stack mostly follow each other in the base.
+        last = rules[-1]
+        at = (
+            0
+            if last is None
+            else 1
+            + next(
+                number
+                for number, entry in enumerate(entries)
+                if base_header.data_start + entry.begin == last.begin
+            )
+        )
+        entries = entries[at:] + entries[:at]
+    return rules if any(rules) else []
+
+
+def find_rule(
+    blocks: Blocks,
+    read: Read,
+    base: BaseBlob,
+    base_header: Header,
+    entries: Sequence[TensorEntry] = (),
+) -> Found | None:
     """Find the weights in a base that blocks were quantized from.
 
     Args:
@@ -138,6 +204,7 @@ def find_rule(blocks: Blocks, read: Read, base: BaseBlob, base_header: Header) -
         read: reads its blob.
         base: the blob that may have the weights.
         base_header: its header.
+        entries: its tensors, those to be tried first first; by default in their order.
 
     Returns:
         the weights from which most follows; None if no tensor of the base has any.
@@ -149,7 +216,7 @@ def find_rule(blocks: Blocks, read: Read, base: BaseBlob, base_header: Header) -
     from blobstore.gguf.quantize import QUANTIZED
 
     best: Found | None = None
-    for entry in sources_of(base_header, {blocks.elements}):
+    for entry in sources_of(entries or base_header.tensors.values(), {blocks.elements}):
         begin = base_header.data_start + entry.begin
         pair = _Pair(blocks, read, base, begin)
         found = None
@@ -159,7 +226,7 @@ def find_rule(blocks: Blocks, read: Read, base: BaseBlob, base_header: Header) -
             found = pair.find(QuantRule(blocks.type_name, entry.spec.dtype, keeps_scales=True))
         if found is not None and (best is None or found.differing < best.differing):
             best = found
-        if best is not None and not best.differing:
+        if best is not None and best.differing <= _NEARLY_ALL:
             break
     return best
 

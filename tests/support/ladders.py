@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from blobstore.compression.spans import header_of
 from blobstore.core.tensor import DType
 from blobstore.gguf.fill_codes import codes_of, fill_codes
 from blobstore.gguf.quantize import quantize
@@ -82,6 +83,16 @@ def coded_blocks(type_name: str, matrix: Array, seed: int = 0) -> Array:
 def coded_blob(name: str, type_name: str, matrix: Array, seed: int = 0) -> bytes:
     """Return the blob of a matrix that is quantized with scales that do not follow from it."""
     return _blob(name, type_name, coded_blocks(type_name, matrix, seed))
+
+
+def with_shape(data: bytes, count: int) -> bytes:
+    """Return the blob of one matrix of blocks as one of a stack of ``count`` matrices."""
+    header = header_of(data, len(data))
+    assert header is not None
+    ((name, entry),) = header.tensors.items()
+    rows, columns = entry.spec.shape
+    shape = (count, rows // count, columns)
+    return blob((name, "U8", shape, data[header.data_start :]), **header.metadata)
 
 
 def as_float32(matrix: Array) -> Array:

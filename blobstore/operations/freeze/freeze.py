@@ -40,7 +40,7 @@ from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
@@ -66,6 +66,16 @@ class FrozenBlob(NamedTuple):
     """The blob that it is delta-encoded against."""
 
 
+class FrozenModel(NamedTuple):
+    """A model, and what its tensors take now, or would take."""
+
+    name: Reference
+    base: Reference | None
+    """The model that has most of the blobs that its own are stored as deltas against."""
+    size: int
+    stored: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The result of :func:`freeze_models`."""
@@ -73,6 +83,8 @@ class Frozen:
     references: tuple[Reference, ...]
     bases: tuple[tuple[Reference, Reference], ...]
     """Models and their base models."""
+    models: tuple[FrozenModel, ...] = field(repr=False)
+    """What each model takes. Blobs that models share count for each."""
     blobs: tuple[FrozenBlob, ...] = field(repr=False)
     """The tensor blobs, each once."""
     needed_by: tuple[Reference, ...]
@@ -176,6 +188,7 @@ def freeze_models(
     return Frozen(
         references=tuple(plan.references),
         bases=tuple(plan.bases.items()),
+        models=tuple(run.models()),
         blobs=blobs,
         needed_by=tuple(name for name in needing if name is not None),
         faults=tuple(run.faults),
@@ -196,6 +209,15 @@ class _Run:
         self._keep_hot = keep_hot
         self.results: dict[Digest, FrozenBlob] = {}
         self.faults: list[BlobstoreError] = []
+
+    def models(self) -> Iterator[FrozenModel]:
+        """Yield what each model takes."""
+        for name in self._plan.references:
+            blobs = [
+                self.results[digest] for digest in self._plan.models[name] if digest in self.results
+            ]
+            size, stored = sum(blob.size for blob in blobs), sum(blob.stored for blob in blobs)
+            yield FrozenModel(name, self._plan.bases.get(name), size, stored)
 
     def estimate(self, pool: WorkerPool) -> None:
         """Estimate the compressed sizes from samples."""

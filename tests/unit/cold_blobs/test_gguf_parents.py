@@ -31,6 +31,7 @@ from tests.support.ladders import (
     kind_of,
     source,
     weight_blob,
+    with_shape,
 )
 from tests.support.models import add_blobs, blob
 
@@ -110,6 +111,22 @@ def test_of_quantizations_with_a_search_only_scales_are_kept(
     thaw_models(ladder, store=store)
     for name, model in blobs.items():
         assert_whole(store, name.lower(), model)
+
+
+def test_each_quantization_is_reported_with_its_parent(store: LocalStore) -> None:
+    matrix = source(1)
+    put(store, "weights", {"up_proj": weight_blob("up_proj", matrix)})
+    for name in ("Q4_K", "Q8_0"):
+        make = coded_blob if name == "Q4_K" else block_blob
+        put(store, name.lower(), {NAME: make(NAME, name, matrix)})
+    for dry_run in (True, False):
+        frozen = freeze_models(["weights", "q4_k", "q8_0"], store=store, dry_run=dry_run)
+        found = {str(model.name): model for model in frozen.models}
+        weights = found.pop("weights:latest")
+        assert weights.base is None
+        assert sum(model.stored for model in found.values()) + weights.stored == frozen.stored
+        assert {str(model.base) for model in found.values()} == {"weights:latest"}
+        assert found["q8_0:latest"].stored < LITTLE < found["q4_k:latest"].size / 5
 
 
 def test_rows_of_heads_are_found_although_scales_were_searched_for(store: LocalStore) -> None:
@@ -197,6 +214,43 @@ def test_one_of_several_tensors_of_a_blob_can_be_the_parent(store: LocalStore) -
     frozen = freeze_models(["q"], store=store)
     assert bases_of(frozen) == {child: parent}
     assert store.read_blob(child, len(blobs["up"])) == blobs["up"]
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0"])
+def test_a_stack_of_experts_follows_from_their_weights(store: LocalStore, type_name: str) -> None:
+    """The file has one tensor for a projection of all experts, the parent a blob of all projections."""
+    experts = [[source(10 * at + number) for number in range(2)] for at in range(12)]
+    tensors = {
+        f"mlp.experts.{at}.{name}.weight": matrix
+        for at, matrices in enumerate(experts)
+        for name, matrix in zip(("down_proj", "up_proj"), matrices, strict=True)
+    }
+    items = [(name, "BF16", item.shape, item.tobytes()) for name, item in tensors.items()]
+    parent = put(store, "weights", {"mlp.experts": blob(*sorted(items))})["mlp.experts"]
+    up = np.stack([matrices[1] for matrices in experts])
+    up[5] = source(99)  # which the store does not have
+    make = block_blob if type_name == "Q8_0" else coded_blob
+    flat = make("ffn_up_exps", type_name, up.reshape(-1, COLUMNS))
+    blobs = {"ffn_up_exps": with_shape(flat, len(up))}
+    child = put(store, "q", blobs)["ffn_up_exps"]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    alone = ROWS * COLUMNS * kind_of(type_name).size // kind_of(type_name).weights
+    known = 0 if type_name == "Q8_0" else 11 * kept(type_name)
+    assert frozen.stored < alone + known + LITTLE
+    assert_whole(store, "q", blobs)
+
+
+def test_shapes_of_one_size_have_samples_of_their_own(store: LocalStore) -> None:
+    matrix = source(1)
+    narrow, wide = matrix.reshape(-1, 32), matrix
+    parents = put(store, "weights", {"x": weight_blob("x", narrow)})
+    children = {
+        name: put(store, name, {"x": block_blob("x", "Q4_0", item)})["x"]
+        for name, item in (("narrow", narrow), ("wide", wide))
+    }
+    found = bases_of(freeze_models(["narrow", "wide"], store=store))
+    assert found == dict.fromkeys(children.values(), parents["x"])
 
 
 def test_weights_of_a_fine_tune_are_found_and_not_those_of_its_base(store: LocalStore) -> None:
