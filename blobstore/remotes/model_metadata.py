@@ -14,16 +14,16 @@ from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, Damaged
 from blobstore.folders.link_plan import plan_links
 from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.models.model_card import config_of_source, small_texts, stated_license
-from blobstore.models.small_files import ModelFiles, first_text
+from blobstore.models.small_files import first_text
 from blobstore.registry.layouts.plan import ModelMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.manifests.reference import Reference
-    from blobstore.store.local import LocalStore
+    from blobstore.models.small_files import ModelFiles
 
 _HUB = "https://huggingface.co"
 _PRECISIONS = {
@@ -74,15 +74,13 @@ class _Folder(NamedTuple):
     generated: Mapping[str, bytes]
 
 
-def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
+def model_metadata(files: ModelFiles) -> ModelMetadata:
     """Return what the configs of registries say about a model.
 
     Raises:
-        ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged.
     """
-    files = ModelFiles.of(reference, store)
-    manifest = files.manifest
+    store, manifest = files.store, files.manifest
     precisions: Counter[str] = Counter()
     quantization: Counter[str] = Counter()
     model = ModelContents(store, manifest)
@@ -100,7 +98,7 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
     license_name = stated_license(dict(small_texts(store, manifest))) or ""
     identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
     return ModelMetadata(
-        name=repository.rpartition("/")[2] or reference.model,
+        name=repository.rpartition("/")[2] or Reference.of(files.reference).model,
         family=_printable(first_text(config, "model_type")),
         architecture=_printable(files.architecture or first_text(config, "architectures")),
         format="gguf" if manifest.layers_of(media_types.MODEL) else "safetensors",

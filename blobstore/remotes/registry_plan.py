@@ -13,6 +13,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import UsageError
 from blobstore.folders.ollama import ollama_model
 from blobstore.models.contents import ModelContents
+from blobstore.models.small_files import ModelFiles
 from blobstore.registry.layouts.image import image_layers, plan_image
 from blobstore.registry.layouts.oci import plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
@@ -47,16 +48,16 @@ def plan_for_registry(
         RemoteRefused: a manifest would be larger than registries accept.
         UsageError: there is no such layout, or ``max_layers`` is too small.
     """
-    manifest = store.resolve(reference)
-    data = store.read_manifest(reference)
+    files = ModelFiles.of(reference, store)
+    data, manifest = files.data, files.manifest
     if layout == "ollama":
         found = ollama_model(store, ModelContents(store, manifest))
         if found is None:
             return plan_ollama(data)
         return dataclasses.replace(plan_ollama(found.data), readers=found.readers)
-    metadata = model_metadata(store, reference)
+    metadata = model_metadata(files)
     if layout == "oci":
-        return plan_oci(data, metadata, max_layers=max_layers)
+        return plan_oci(data, metadata, manifest=manifest, max_layers=max_layers)
     if layout == "image":
         layers = image_layers(data, metadata)
         return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), metadata)

@@ -10,9 +10,9 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import RemoteRefused
+from blobstore.manifests import media_types
 from blobstore.operations.transfer.send_cold import cold_lists
 from blobstore.registry.layouts.attached import (
     bundle_manifest,
@@ -21,7 +21,7 @@ from blobstore.registry.layouts.attached import (
     referrer,
 )
 from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
-from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.layouts.plan import checked_manifest
 from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
 from blobstore.remotes.cold_layers import COLD
 from blobstore.remotes.model_metadata import model_metadata
@@ -31,12 +31,13 @@ from blobstore.serve.model_files import whole_blob
 from blobstore.signatures.cosign import envelopes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping
 
+    from blobstore.core.digest import Digest
     from blobstore.core.files import FileVersion
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.models.small_files import ModelFiles
     from blobstore.registry.layouts.attached import Attached
     from blobstore.registry.layouts.tar import TarLayer
     from blobstore.registry.manifest import RemoteManifest
@@ -58,6 +59,7 @@ class Artifact:
     manifests: dict[Digest, RemoteManifest] = field(repr=False)
     """All manifests, also the parts of an index, and signatures."""
     blobs: dict[Digest, Content] = field(repr=False)
+    """Those that are no blobs of the model."""
     tags: dict[str, Digest] = field(default_factory=dict)
     """Tags that clients derive from the digest of a manifest."""
     referrers: dict[Digest, list[dict[str, Any]]] = field(default_factory=dict)
@@ -66,18 +68,23 @@ class Artifact:
     """The key of the library's cache."""
     origin: Origin | None = None
     """The commit that the model was fetched from, if it was."""
-    stored: Sequence[Descriptor] = field(default=(), repr=False)
-    """The blobs of the model, if clients use their compressed forms."""
+    layers: Mapping[Digest, Descriptor] = field(default_factory=dict, repr=False)
+    """The blobs of the model, whose compressed forms clients may use; none of an image."""
     cold_version: FileVersion | None = None
     """When the cold files were listed; see :class:`~blobstore.serve.cold_files.ColdFiles`."""
 
     def digests(self) -> Collection[Digest]:
         """Return the digests of all manifests and blobs."""
-        return {*self.manifests, *self.blobs}
+        return {*self.manifests, *self.blobs, *self.layers}
 
     def has(self, digest: Digest) -> bool:
         """Return whether a manifest or a blob has this digest."""
-        return digest in self.manifests or digest in self.blobs
+        return any(digest in several for several in (self.manifests, self.blobs, self.layers))
+
+    def content(self, digest: Digest) -> Content | None:
+        """Return a blob; None if there is none with this digest. Those of layers are made when they are asked for."""
+        layer = self.layers.get(digest)
+        return self.blobs.get(digest) or (layer and whole_blob(layer))
 
     def list_cold(self, files: ColdFiles) -> None:
         """List manifests of cold layers as referrers of the model, instead of the former ones.
@@ -96,26 +103,22 @@ class Artifact:
         self.cold_version = files.version
 
 
-def make_artifact(
-    store: LocalStore, reference: Reference, data: bytes, manifest: Manifest
-) -> Artifact:
-    """Return the artifact of the model with the manifest ``data``.
+def make_artifact(store: LocalStore, reference: Reference, model: ModelFiles) -> Artifact:
+    """Return the artifact of a model.
 
     Raises:
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
         RemoteRefused: its manifest is larger than registries accept.
     """
-    plan = plan_oci(data, model_metadata(store, reference))
+    plan = plan_oci(model.data, model_metadata(model), manifest=model.manifest)
     roots = [plan.root]
     with contextlib.suppress(RemoteRefused):
-        roots.append(plan_ollama(data).root)
+        roots.append(checked_manifest(media_types.MANIFEST, model.data))
     manifests = {one.digest: one for one in (*plan.manifests, *roots)}
-    blobs = {layer.digest: whole_blob(layer) for layer in manifest.blobs}
-    blobs |= {digest: Content((made,)) for digest, made in plan.made.items()}
-    artifact = Artifact(
-        reference, Digest.of(data), tuple(roots), manifests, blobs, stored=manifest.blobs
-    )
-    signed = list(envelopes(store.signatures(Digest.of(data))))
+    blobs = {digest: Content((made,)) for digest, made in plan.made.items()}
+    layers = {layer.digest: layer for layer in plan.blobs}
+    artifact = Artifact(reference, model.digest, tuple(roots), manifests, blobs, layers=layers)
+    signed = list(envelopes(store.signatures(model.digest)))
     for root in roots:
         bundles = [bundle_manifest(root, one.data) for one in signed if one.kind == "oms"]
         artifact.referrers[root.digest] = [_attach(artifact, one) for one in bundles]

@@ -33,7 +33,8 @@ PIECE = 1 << 20
 _MARGIN_NS = 3 * 10**9
 """A file that changed within this time may change again without a new timestamp; see ``verified_cache``."""
 _SAVE_SECONDS = 10.0
-_MAX_KNOWN = 1 << 20
+_MAX_KNOWN = 1 << 16
+"""Each takes half a KiB. Those that are forgotten are in the cache of the store."""
 
 
 class OpenBlob(NamedTuple):

@@ -17,10 +17,8 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import (
-    Reference,
-    name_matches,
-)
+from blobstore.manifests.reference import Reference, name_matches
+from blobstore.models.small_files import ModelFiles
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.commits import Commits
@@ -50,7 +48,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
-MAX_MANIFESTS = 16 << 20
+MAX_MANIFESTS = 8 << 20
 """Bytes of their manifests, each of which takes up to ten times as much. The last two models are kept whatever they have."""
 LEASE_SECONDS = 600.0
 """Seconds that the blobs of a model are kept from gc after it was last asked for."""
@@ -249,7 +247,7 @@ class Library:
         Raises:
             NotPrepared: blobs of the store were frozen or thawed since it was asked for.
         """
-        if artifact.stored and artifact.cold_version != cold_version(self.store):
+        if artifact.layers and artifact.cold_version != cold_version(self.store):
             raise NotPrepared(self._list_cold, artifact)
 
     def has_files(self, content: Content) -> bool:
@@ -375,15 +373,14 @@ class Library:
         return key
 
     def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
-        data, manifest = self.store.parse(reference)
-        self.store.check_manifest(data, manifest)
-        key = self._protected(data, manifest)
+        model = ModelFiles.of(reference, self.store)
+        key = self._protected(model.data, model.manifest)
         # Before signatures are read: one that is added in between makes another key.
         kept_as = reference, version, signed_at(self.store, key)
-        with self._turn(data):
+        with self._turn(model.data):
             if kept_as not in self._artifacts:
-                made = make_artifact(self.store, reference, data, manifest)
-                self._keep(made, kept_as, manifest, len(data))
+                made = make_artifact(self.store, reference, model)
+                self._keep(made, kept_as, model.manifest, len(model.data))
                 self.tags.note(reference, key, made.digests())
         self._names[reference] = version, key
 
@@ -397,11 +394,12 @@ class Library:
 
     def _described(self, reference: Reference) -> Iterable[Digest]:
         """Return the digests of all manifests and blobs of a tag."""
-        return make_artifact(self.store, reference, *self.store.parse(reference)).digests()
+        model = ModelFiles.of(reference, self.store)
+        return make_artifact(self.store, reference, model).digests()
 
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest
-        artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
+        artifact.list_cold(find_cold_files(self.store, artifact.layers.values(), key))
         self.tags.note(artifact.reference, artifact.model, artifact.digests())
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:

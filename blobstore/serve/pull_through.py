@@ -224,7 +224,7 @@ class PullThrough:
         """
         pulled = self._library.pulled
         for artifact in self._library.prepared_artifacts(repository) if asked is None else ():
-            if artifact.origin is not None and digest in map(str, artifact.blobs):
+            if artifact.origin is not None and digest in map(str, artifact.digests()):
                 asked = Asked.of(repository, artifact.origin.commit)
         if asked is not None and self._upstreams.has_upstream:
             commits = [one.commit for one in pulled.of_repository(asked.repository)]

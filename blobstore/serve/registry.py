@@ -193,7 +193,7 @@ def _derived_from(tag: str) -> Digest:
 
 def _blob(request: Request, repository: Reference, digest: Digest, library: Visible) -> Response:
     for artifact in library.artifacts(repository, digest):
-        content = artifact.blobs.get(digest)
+        content = artifact.content(digest)
         if content is not None and library.has_files(content):
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
             use = library.use(artifact)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -76,6 +77,8 @@ _PAUSE_SECONDS = 0.1
 """Seconds until a request asks for the same work again, because another thread has not finished it."""
 _CLIENT_LEFT = 499
 """The status, as in nginx's log, of a response whose client has left."""
+_TURN_SECONDS = 0.0005
+"""How long a thread computes while another one waits for its turn. The loop needs a turn after each call to the system."""
 _LOG_SECONDS = 0.25
 _TIDY_SECONDS = 30.0
 _HEADERS = (
@@ -451,6 +454,17 @@ def max_connections(*, fetches: bool) -> int:
     return MAX_CONNECTIONS
 
 
+@contextlib.contextmanager
+def _turns() -> Iterator[None]:
+    """Let the loop wait for a short time within the block until threads that compute let it run."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
 async def _until(is_reached: Callable[[], bool]) -> None:
     """Wait until a condition holds. It is polled, because a signal's handler must not touch the loop."""
     while not is_reached():  # noqa: ASYNC110 - see above
@@ -574,6 +588,6 @@ def run_server(
         )
 
     # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.
-    with listening(host, port) as listener, interrupts.deferred(), OldGarbage.kept():
+    with listening(host, port) as listener, interrupts.deferred(), OldGarbage.kept(), _turns():
         asyncio.run(run(listener))
     interrupts.check()

@@ -39,8 +39,16 @@ MAX_LAYERS: Final = 400
 _SCALES = (("Q", 10**15), ("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
 
 
-def plan_oci(data: bytes, metadata: ModelMetadata, *, max_layers: int = MAX_LAYERS) -> RemotePlan:
+def plan_oci(
+    data: bytes,
+    metadata: ModelMetadata,
+    *,
+    manifest: Manifest | None = None,
+    max_layers: int = MAX_LAYERS,
+) -> RemotePlan:
     """Return the plan of the model with the local manifest ``data``: the manifests and blobs that a registry needs.
+
+    ``manifest`` is the parsed ``data``, if the caller has it.
 
     Raises:
         InvalidManifest: the manifest breaks the format.
@@ -49,7 +57,7 @@ def plan_oci(data: bytes, metadata: ModelMetadata, *, max_layers: int = MAX_LAYE
     """
     if max_layers < 1:
         raise UsageError(f"the number of layers must be at least 1, got {max_layers}")
-    manifest = Manifest.from_bytes(data)
+    manifest = manifest or Manifest.from_bytes(data)
     files = folder_files(data, manifest, metadata)
     config = model_config(metadata, files)
     described = _descriptor(MODEL_CONFIG, config)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.manifests.reference import Reference
+from blobstore.models.small_files import ModelFiles
 from blobstore.operations.create.create import create
 from blobstore.remotes.model_metadata import model_metadata
 from blobstore.store.local import LocalStore
@@ -27,5 +27,5 @@ def test_names_that_no_config_can_have_are_left_out(
         config = r'{"model_type": "\ud800", "architectures": ["a\u001b[1m"]}'
         (source / "config.json").write_text(config)
     create(source, "m", store=store)
-    found = model_metadata(store, Reference.parse("m"))
+    found = model_metadata(ModelFiles.of("m", store))
     assert (found.family, found.architecture) == ("", "")
