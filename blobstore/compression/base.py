@@ -37,6 +37,10 @@ _ALIGNMENT = 8
 """Bytes of the widest elements that are encoded."""
 
 
+def _nothing(begin: int, end: int) -> None:
+    """Touch nothing: the bytes are in memory, or are mapped by a program that counts on its files."""
+
+
 class BaseBlob(NamedTuple):
     """A base and a way to read its bytes."""
 
@@ -49,6 +53,8 @@ class BaseBlob(NamedTuple):
     """The table of its file, if it is a delta itself."""
     depth: int = 0
     """Deltas that are decoded to read it: it and its bases, as far as they are deltas."""
+    touch: Callable[[int, int], object] = _nothing
+    """Is called with a range of ``data`` before that is read; see :class:`~blobstore.core.mmap.MappedFile`."""
 
     def check_chain(self, parts: Sequence[Part]) -> None:
         """Check that a delta with these parts can be decoded chunk by chunk, as its base is.
@@ -82,25 +88,34 @@ class BaseBlob(NamedTuple):
                 )
 
     @classmethod
-    def hot(cls, data: Buffer, digest: Digest | None = None) -> BaseBlob:
+    def hot(
+        cls,
+        data: Buffer,
+        digest: Digest | None = None,
+        touch: Callable[[int, int], object] = _nothing,
+    ) -> BaseBlob:
         """Return a base whose bytes are in memory.
 
         Args:
             data: all of its bytes.
             digest: the digest that the caller has verified; by default the bytes are hashed.
+            touch: called with each range before that is read.
         """
         view = memoryview(data).cast("B")
 
         def read_into(out: Buffer, begin: int) -> None:
             target = memoryview(out).cast("B")
-            target[:] = view[begin : begin + len(target)]
+            wanted = view[begin : begin + len(target)]
+            touch(begin, begin + len(wanted))
+            target[:] = wanted
 
-        return cls(BlobId(digest or Digest.of(view), len(view)), read_into, view)
+        return cls(BlobId(digest or Digest.of(view), len(view)), read_into, view, touch=touch)
 
     def read(self, begin: int, size: int) -> Bytes:
         """Return a range of its bytes, aligned, not to be changed, valid until this thread's next call."""
         if self.data is not None:
             found = np.frombuffer(self.data[begin : begin + size], np.uint8)
+            self.touch(begin, begin + len(found))
             first = found[:_ALIGNMENT]
             if len(found) == size >= _ALIGNMENT and first.view(np.uint64).flags.aligned:
                 return found

@@ -17,6 +17,7 @@ from zlib_ng.zlib_ng import crc32
 from blobstore.compression.base import BaseBlob, Prediction
 from blobstore.compression.chunks import decode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
+from blobstore.compression.file_view import FileView
 from blobstore.compression.scratch import scratch
 from blobstore.compression.table import PREFIX, decode_table
 from blobstore.compression.transforms import predicted_type, transform_of
@@ -24,7 +25,7 @@ from blobstore.core.digest import BlobId, Digester
 from blobstore.errors import ColdDamaged, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Final
 
     from typing_extensions import Buffer
@@ -58,18 +59,25 @@ class ColdBlobDecoder:
     ``ColdBlob`` is the counterpart that maps the file and finds the base.
     """
 
-    def __init__(self, data: Buffer, source: FileBytes | None = None) -> None:
+    def __init__(
+        self,
+        data: Buffer,
+        source: FileBytes | None = None,
+        touch: Callable[[int, int], object] | None = None,
+    ) -> None:
         """Read the table.
 
         Args:
             data: the bytes of the file.
             source: the same bytes, if they can be read faster there.
+            touch: called with each range of ``data`` before that is decoded; see :class:`FileView`.
 
         Raises:
             ColdDamaged: the file is truncated or altered, or violates the format.
         """
         self._data = memoryview(data).cast("B").toreadonly()
-        self.table = decode_table(self._data if source is None else source)
+        self._bytes = FileView(self._data, touch=touch)
+        self.table = decode_table(self._bytes if source is None else source)
         """The table of the file."""
         self._base: BaseBlob | None = None
         self._predictions: dict[int, Prediction] = {}
@@ -171,7 +179,7 @@ class ColdBlobDecoder:
             raise UsageError(
                 f"bytes {begin} to {begin + len(target)} are out of range for a blob of {self.size}"
             )
-        for _ in self._decode(target, begin, self._data if source is None else source):
+        for _ in self._decode(target, begin, self._bytes if source is None else source):
             pass
 
     def pieces(self) -> Iterator[memoryview]:
@@ -186,7 +194,7 @@ class ColdBlobDecoder:
         memory = np.empty(min(_PIECE, self.size), np.uint8)
         for begin, end, *_ in self.chunk_ranges(_PIECE, self.size):
             piece = memory[: end - begin]
-            for decoded in self._decode(piece, begin, self._data):
+            for decoded in self._decode(piece, begin, self._bytes):
                 digester.update(decoded.data)  # while it is in the processor's cache
             yield piece.data.toreadonly()
         found = digester.digest()
@@ -250,7 +258,7 @@ class ColdBlobDecoder:
         factors = None
         if part.factors is not None:
             end = self._stored_at[self._first_chunks[part_number]]
-            stored = self._data[end - part.factors.size : end]
+            stored = self._bytes[end - part.factors.size : end]
             if crc32(stored) != part.factors.checksum:
                 raise ColdDamaged("the factors of a part do not match their checksum")
             factors = unpack(stored, part.size // part.width)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Window(NamedTuple):
@@ -16,9 +19,13 @@ class Window(NamedTuple):
 class FileView:
     """The bytes of a file; a slice comes from a window if one contains it completely."""
 
-    def __init__(self, data: memoryview, *windows: Window) -> None:
+    def __init__(
+        self, data: memoryview, *windows: Window, touch: Callable[[int, int], object] | None = None
+    ) -> None:
+        """Take a map of the file; ``touch`` is called with each range of it before that is used."""
         self._data = data
         self._windows = windows
+        self._touch = touch
 
     def __len__(self) -> int:
         return len(self._data)
@@ -28,6 +35,8 @@ class FileView:
         for first, data in self._windows:
             if first <= begin and end <= first + len(data):
                 return data[begin - first : end - first]
+        if self._touch is not None:
+            self._touch(begin, end)
         return self._data[begin:end]
 
 

@@ -16,7 +16,8 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import open_regular
 from blobstore.core.system import (
@@ -31,7 +32,7 @@ from blobstore.core.system import (
 from blobstore.errors import BlobstoreError, TooManyMaps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
 _MAP_OVER = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
@@ -180,25 +181,37 @@ class MappedRegion:
             _madvise(self._address + self.offsets[slot], size, MADV_HUGEPAGE)
 
     def populate(self, slot: int, begin: int, end: int) -> None:
-        """Map pages of a file into this process at once, without the GIL.
+        """Map the pages of a range of a file into this process at once, without the GIL.
 
-        Pages that are not in the page cache are read from the disk.
+        Pages that are not in the page cache are read from the disk. A page that cannot be read is an error here; touched
+        without this call, it would end the process (SIGBUS).
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
         """
+        begin -= begin % mmap.PAGESIZE
         start = self.offsets[slot] + begin
         if not _madvise(self._address + start, end - begin, MADV_POPULATE_READ):
             return
         number = ctypes.get_errno()
+        if number == errno.EFAULT:  # a read of the page would be SIGBUS
+            number = errno.EIO
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number))
         # An old kernel, or another system: read one byte per page.
         bytes(memoryview(self._all)[start : start + end - begin : mmap.PAGESIZE])
 
 
-def mapped(descriptor: int, size: int) -> memoryview:
-    """Return an open file of ``size`` bytes as memory; the descriptor may be closed afterwards.
+class MappedFile(NamedTuple):
+    """A file as memory."""
+
+    data: memoryview
+    touch: Callable[[int, int], object]
+    """Reads the pages of a range before they are used, so that one that is lost is an OSError and not SIGBUS."""
+
+
+def mapped_file(descriptor: int, size: int) -> MappedFile:
+    """Map an open file of ``size`` bytes; the descriptor may be closed afterwards.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -206,8 +219,12 @@ def mapped(descriptor: int, size: int) -> memoryview:
     """
     region = MappedRegion([size])
     region.map(0, descriptor, size)
-    begin = region.offsets[0]
-    return memoryview(region.memory)[begin : begin + size]
+    return MappedFile(memoryview(region.memory)[:size], partial(region.populate, 0))
+
+
+def mapped(descriptor: int, size: int) -> memoryview:
+    """Return an open file of ``size`` bytes as memory. Raises as :func:`mapped_file`."""
+    return mapped_file(descriptor, size).data
 
 
 def map_file(path: Path, size: int) -> memoryview:

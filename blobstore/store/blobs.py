@@ -312,7 +312,7 @@ class BlobReader:
 
     def mmap_hot(self, digest: Digest, size: int) -> memoryview:
         """Return the mapped bytes of the hot file of a blob. Raises as :meth:`open_hot`."""
-        return self._hot.mmap(digest, size)
+        return self._hot.mmap(digest, size).data
 
     def is_cached(self, digest: Digest, size: int) -> bool:
         """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""

@@ -11,6 +11,7 @@ Decoded bytes have been checked chunk by chunk. A caller that must know the dige
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 from threading import Lock
@@ -92,7 +93,7 @@ class ColdBlob:
         self.stored = file.size
         """Bytes of its file."""
         with self._explained():
-            self.container: ColdBlobDecoder = Decoder(file.data, read and read(file))
+            self.container: ColdBlobDecoder = Decoder(file.data, read and read(file), file.touch)
             table = self.container.table
             # The name of a file proves nothing: it may have been copied or renamed.
             if table.digest != digest:
@@ -113,7 +114,7 @@ class ColdBlob:
         """Read the stored bytes that some chunks are decoded from; see :meth:`ColdFile.read`.
 
         Raises:
-            BlobDamaged: the file has become shorter.
+            BlobDamaged: the file has become shorter, or the disk has lost it.
             StoreError: it cannot be read.
         """
         with self._explained():
@@ -130,13 +131,13 @@ class ColdBlob:
         """
         if begin + len(buffer) > self.size:
             raise self._damaged(f"it ends at byte {self.size}, before byte {begin + len(buffer)}")
-        failure: ColdDamaged | None = None
+        failure: ColdDamaged | OSError | None = None
         with self._explained():
             # Each chunk is checked, so decoding against a damaged base does not succeed.
             for decoder in self._all_decoders():
                 try:
                     decoder.read_into(buffer, begin, source=source)
-                except ColdDamaged as error:
+                except (ColdDamaged, OSError) as error:
                     failure = failure or error
                 else:
                     return
@@ -199,8 +200,12 @@ class ColdBlob:
                         if base is not None:
                             # Other threads may be decoding with an earlier file, so keep its decoder.
                             is_first = number == 0
-                            data = self._file.data
-                            decoder = self.container if is_first else type(self.container)(data)
+                            data, touch = self._file.data, self._file.touch
+                            decoder = (
+                                self.container
+                                if is_first
+                                else type(self.container)(data, touch=touch)
+                            )
                             decoder.give_base(base)
                             self._decoders.append(decoder)
             if number == len(self._decoders):
@@ -215,6 +220,10 @@ class ColdBlob:
         except ColdDamaged as error:
             raise self._damaged(str(error)) from None
         except OSError as error:
+            if (
+                error.errno == errno.EIO
+            ):  # a disk that has lost the bytes is no better than wrong ones
+                raise self._damaged(f"it, or its base, cannot be read: {error.strerror}") from error
             raise StoreError(
                 f"cold blob {quote(self._path)} cannot be read: {error.strerror}"
             ) from error
@@ -311,9 +320,7 @@ class ColdShelf:
             raise BlobDamaged(f"blob {path}, the base of cold blobs, is missing", advice=ADVICE)
 
     def _open_hot_base(self, digest: Digest, size: int) -> BaseBlob:
-        from blobstore.compression.base import BaseBlob  # imports numpy
-
-        return BaseBlob.hot(self._hot.mmap(digest, size), digest)
+        return _hot_base(self._hot, digest, size)
 
     def _open_cold_base(self, digest: Digest, size: int) -> BaseBlob:
         """Return a cold blob as a base whose errors name it."""
@@ -341,9 +348,14 @@ class ColdShelf:
         return BaseBlob(BlobId(digest, size), read_into, None, blob.container.table, 1)
 
     def _open_pinned_base(self, digest: Digest, size: int) -> BaseBlob:
-        from blobstore.compression.base import BaseBlob  # imports numpy
-
         state = FileState.of(self._layout.blob(digest))
         if state is not None and state == FileState.of(self._layout.base_blob(digest)):
             raise BlobMissing(f"blob {digest} has no second file")  # it is the hot file
-        return BaseBlob.hot(self._pinned.mmap(digest, size), digest)
+        return _hot_base(self._pinned, digest, size)
+
+
+def _hot_base(shelf: HotShelf, digest: Digest, size: int) -> BaseBlob:
+    from blobstore.compression.base import BaseBlob  # imports numpy
+
+    data, touch = shelf.mmap(digest, size)
+    return BaseBlob.hot(data, digest, touch)

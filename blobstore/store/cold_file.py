@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from functools import partial
 
 from blobstore.compression.file_view import FileView, Window
 from blobstore.core.escape import quote
@@ -58,6 +59,8 @@ class ColdFile:
             raise
         self.data = memoryview(self._region.memory)[: self.size]
         """The mapped bytes of the file."""
+        self.touch = partial(self._region.populate, 0)
+        """Reads the pages of a range before they are used, so that one that is lost is an OSError and not SIGBUS."""
 
     def is_cached(self) -> bool:
         """Return whether most of it is in the page cache."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, read_past_cache
-from blobstore.core.mmap import is_cached, mapped, too_many_maps
+from blobstore.core.mmap import is_cached, mapped_file, too_many_maps
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.safetensors.file import read_header
 from blobstore.store.blob_header import read_blob_header
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from blobstore.core.digest import Digest
-    from blobstore.core.mmap import MappedRegion
+    from blobstore.core.mmap import MappedFile, MappedRegion
     from blobstore.safetensors.header import Header
     from blobstore.store.layout import Layout
 
@@ -93,11 +93,11 @@ class HotShelf:
         finally:
             os.close(descriptor)
 
-    def mmap(self, digest: Digest, size: int) -> memoryview:
-        """Return the bytes of a blob in a mapping of its own."""
+    def mmap(self, digest: Digest, size: int) -> MappedFile:
+        """Return a blob in a mapping of its own."""
         descriptor = self.open(digest, size)
         try:
-            return mapped(descriptor, size)
+            return mapped_file(descriptor, size)
         except OSError as error:
             raise self.error_of(digest, error) from None
         finally:

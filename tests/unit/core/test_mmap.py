@@ -234,7 +234,7 @@ def test_populating_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     put(region, 0, path)
     os.truncate(path, PAGE)
     region.populate(0, 0, PAGE)
-    with pytest.raises(OSError, match="Bad address"):
+    with pytest.raises(OSError, match="Input/output error"):
         region.populate(0, PAGE, 3 * PAGE)
 
 

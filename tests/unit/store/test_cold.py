@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import cold
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
-from tests.support.frozen import flip, layer, layers, put, weights
+from tests.support.frozen import flip, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
 
 DATA = layer("x", weights(1))
@@ -250,3 +251,28 @@ def test_checking_a_blob_decodes_each_chunk_once(
     monkeypatch.setattr("blobstore.compression.decoder.decode_chunk", decode)
     blob.check()
     assert len(decoded) == len(blob.container.table.chunks) > 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports lost pages of a map")
+@pytest.mark.parametrize("lost", ["cold", "cold base", "hot base"])
+def test_pages_that_are_lost_while_a_blob_is_decoded_are_damage(
+    lost: str, store: LocalStore
+) -> None:
+    """A disk that cannot read a mapped page and a file that is cut do the same to a process: SIGBUS."""
+    tune = layer("x", tuned(2, of=1))
+    add_blobs(store, "tune", {"x": tune})
+    freeze_models(["tune"], store=store, base="a")
+    if lost == "hot base":
+        thaw_models(["a"], store=store)
+    cold = store.open_cold(layers(store, "tune")["x"].digest)
+    assert cold.base is not None
+    whole = memoryview(bytearray(len(tune)))
+    cold.read_into(0, whole)
+    assert whole == tune
+    path_of = store.blob_path if lost == "hot base" else store.cold_path
+    path = path_of(cold.digest if lost == "cold" else cold.base)
+    Path(path).chmod(0o600)
+    os.truncate(path, 0)
+    found = sandbox.call(lambda: cold.read_into(0, whole))
+    assert found.startswith("BlobDamaged: ")
+    assert "cannot be read: Input/output error" in found
