@@ -59,7 +59,7 @@ class Artifact:
     manifests: dict[Digest, RemoteManifest] = field(repr=False)
     """All manifests, also the parts of an index, and signatures."""
     blobs: dict[Digest, Content] = field(repr=False)
-    """Those that are no blobs of the model."""
+    """The blobs besides those of the model."""
     tags: dict[str, Digest] = field(default_factory=dict)
     """Tags that clients derive from the digest of a manifest."""
     referrers: dict[Digest, list[dict[str, Any]]] = field(default_factory=dict)

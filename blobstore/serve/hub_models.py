@@ -70,7 +70,7 @@ def _described(name: Reference, description: Description, library: Visible) -> d
         "_id": spelled,
         "id": spelled,
         "modelId": spelled,
-        "author": _author_of(name),
+        "author": spelled.rpartition("/")[0] or None,
         "private": False,
         "gated": False,
         "disabled": False,
@@ -80,10 +80,6 @@ def _described(name: Reference, description: Description, library: Visible) -> d
         "createdAt": date,
         **description.fields(),
     }
-
-
-def _author_of(name: Reference) -> str:
-    return name_of(name).rpartition("/")[0] or name.namespace
 
 
 def list_models(call: Call, library: Visible) -> Response:
@@ -101,8 +97,8 @@ def list_models(call: Call, library: Visible) -> Response:
             names[name] = reference
     found = sorted(
         name
-        for name, reference in names.items()
-        if author in ("", _author_of(reference)) and search in name.casefold()
+        for name in names
+        if author in ("", name.rpartition("/")[0]) and search in name.casefold()
     )
     if call.flag("gated"):  # no model here is
         found = []

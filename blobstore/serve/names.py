@@ -12,6 +12,8 @@ IMAGE = ".image"
 """The end of tags of images, which have the name of a model before it."""
 MAIN = "main"
 """The branch of the Hub that the tag ``latest`` is."""
+_NONE = "_"
+"""The namespace, after a host, of a model that has none: a name of the Hub cannot end with the host's dot."""
 _PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
 
 
@@ -19,7 +21,8 @@ def repository_of(*parts: str) -> Reference | None:
     """Return the repository that the parts of a path name, with any tag; None if it names none.
 
     Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
-    namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
+    namespace has a dot, so no other model has that name. ``ghcr.io._/llama`` is ``ghcr.io/llama``. No name has a colon:
+    ``localhost_5000`` is ``localhost:5000``.
     """
     if not 1 <= len(parts) <= 3:  # a host, a namespace and a model
         return None
@@ -28,6 +31,7 @@ def repository_of(*parts: str) -> Reference | None:
         "/" if len(first) > 1 else "."
     )
     host = _PORT.sub(r":\1", host) if separator else DEFAULT_HOST
+    namespace = DEFAULT_NAMESPACE if separator and namespace == _NONE else namespace
     try:
         return Reference(host, namespace, model, DEFAULT_TAG)
     except InvalidReference:
@@ -36,12 +40,11 @@ def repository_of(*parts: str) -> Reference | None:
 
 def name_of(repository: Reference) -> str:
     """Return the name that clients of the Hub know a repository by; see :func:`repository_of`."""
+    has_none = repository.namespace == DEFAULT_NAMESPACE
     if repository.host != DEFAULT_HOST:
         host = repository.host.replace(":", "_")
-        return f"{host}.{repository.namespace}/{repository.model}"
-    if repository.namespace == DEFAULT_NAMESPACE:
-        return repository.model
-    return f"{repository.namespace}/{repository.model}"
+        return f"{host}.{_NONE if has_none else repository.namespace}/{repository.model}"
+    return repository.model if has_none else f"{repository.namespace}/{repository.model}"
 
 
 def any_tag(reference: Reference) -> Reference:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, Reference
+from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
 from blobstore.serve.gguf_choice import gguf_choice, wants_gguf
@@ -31,7 +31,7 @@ from blobstore.serve.names import repository_of
 from blobstore.serve.refusal import API_VERSION, Refusal, error_response, no_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.serve.messages import Request
@@ -62,9 +62,9 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
         message = "this server does not offer what is at this address"
         return error_response(404, "UNSUPPORTED", message)
     *name, action, what = segments[1:]
-    asked = _repository(name, target.first("ns"))
-    repository = None if asked is None else library.spelled(asked)
-    if repository is None or not library.has(repository):
+    asked = map(library.spelled, _repositories_of(name, target.first("ns")))
+    repository = next(filter(library.has, asked), None)
+    if repository is None:
         raise no_model()
     if action == "tags":
         return _tags(target, repository, library)
@@ -107,7 +107,7 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     if not _has_route(target.segments):
         return None
     *name, action, what = target.segments[1:]
-    repository = _repository(name, target.first("ns"))
+    repository = next(_repositories_of(name, target.first("ns")), None)
     if repository is None:
         return None
     if action != "manifests" or ":" in what or what.startswith("sha256-"):
@@ -115,14 +115,21 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     return repository, what
 
 
-def _repository(name: Sequence[str], host: str) -> Reference | None:
-    """Return the repository of a name; None if the name is malformed.
+def _repositories_of(name: Sequence[str], host: str) -> Iterator[Reference]:
+    """Yield the repositories that a name may mean; none if the name is malformed.
 
     containerd names the registry that it would ask without a mirror as ``host``. Only models of that host are meant.
+    The first of two parts may be a host, or a host and a namespace as clients of the Hub spell them.
     """
-    if host:
-        name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
-    return repository_of(*name)
+    name = [host, *name] if host else name
+    if not host or len(name) > 2:
+        found = repository_of(*name)
+        if found is not None:
+            yield found
+    if len(name) == 2:
+        found = repository_of(name[0], DEFAULT_NAMESPACE, name[1])
+        if found is not None and (host or _name_of(found) == "/".join(name)):
+            yield found
 
 
 def _manifest(request: Request, repository: Reference, what: str, library: Visible) -> Response:
@@ -214,10 +221,7 @@ def _repositories(target: Target, library: Visible) -> Response:
 
 def _name_of(repository: Reference) -> str:
     """Return the name that clients of registries know a repository by."""
-    names: Sequence[str] = repository.parts[:3]
-    if repository.host == DEFAULT_HOST:
-        names = names[1:] if repository.namespace != DEFAULT_NAMESPACE else names[2:]
-    return "/".join(names).replace(":", "_")
+    return str(repository).rpartition(":")[0].replace(":", "_")
 
 
 def _page(target: Target, kind: str, names: Sequence[str], **others: str) -> Response:

@@ -279,7 +279,8 @@ def test_only_allowed_models_are_there(library: Library) -> None:
 def test_models_without_a_namespace_are_found(store: LocalStore, tmp_path: Path) -> None:
     create(write_folder(tmp_path / "m", dense_tensors()), "alone", store=store)
     library = Library(store)
-    assert json_of(ask(library, "/api/models/alone"))["id"] == "alone"
+    info = json_of(ask(library, "/api/models/alone"))
+    assert (info["id"], info["author"]) == ("alone", None)
     assert ask(library, "/alone/resolve/main/config.json").status == 200
     listed = json_of(ask(library, "/api/models?search=ALO&limit=5"))
     assert [item["id"] for item in listed] == ["alone"]
@@ -290,7 +291,8 @@ def test_models_without_a_namespace_are_found(store: LocalStore, tmp_path: Path)
     [
         ("ghcr.io/team/llama", "ghcr.io.team/llama"),
         ("localhost:5000/team/llama", "localhost_5000.team/llama"),
-        ("ghcr.io/library/llama", "ghcr.io.library/llama"),
+        ("ghcr.io/llama", "ghcr.io._/llama"),
+        ("localhost:5000/llama", "localhost_5000._/llama"),
     ],
 )
 def test_a_model_of_another_host_has_a_name_of_two_parts(
@@ -303,7 +305,8 @@ def test_a_model_of_another_host_has_a_name_of_two_parts(
     info = json_of(ask(library, f"/api/models/{served}"))
     assert (info["id"], info["author"]) == (served, served.partition("/")[0])
     assert ask(library, f"/{served}/resolve/main/config.json").status == 200
-    assert ask(library, f"/{name.replace(':', '_')}/resolve/main/config.json").status == 200
+    whole = Reference.parse(name).full.rpartition(":")[0].replace(":", "_")
+    assert ask(library, f"/{whole}/resolve/main/config.json").status == 200
     for other in ("team/llama", "llama", f".{served}", "other.io.team/llama"):
         assert ask(library, f"/{other}/resolve/main/config.json").status == 404
 

@@ -108,14 +108,23 @@ def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
 
 def test_repositories_are_listed_in_pages(library: Library, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "m", dense_tensors())
-    for name in ("ghcr.io/team/llama", "localhost:5000/a/b", "Alone", "Alone:other"):
+    hosts = (
+        "ghcr.io/team/llama",
+        "localhost:5000/a/b",
+        "a.b.c/d",
+        "localhost:1/e",
+        "host/library/f",
+    )
+    for name in (*hosts, "Alone", "Alone:other"):
         create(source, name, store=library.store)
     listed, target = [], "/v2/_catalog?n=2"
     while target:
         response = ask(library, target)
         listed += json_of(response)["repositories"]
         target = response.headers.get("Link", "").partition("<")[2].partition(">")[0]
-    assert listed == ["alone", "ghcr.io/team/llama", "localhost_5000/a/b", "org/model"]
+    alone = ["a.b.c/d", "alone", "ghcr.io/team/llama", "host/library/f", "localhost_1/e"]
+    assert listed == [*alone, "localhost_5000/a/b", "org/model"]
+    assert ask(library, "/v2/host/f/tags/list").status == 404  # no host by its name alone
     for name in listed:
         assert json_of(ask(library, f"/v2/{name}/tags/list"))["tags"]
     allowed = Library(library.store, ["org/*"])
