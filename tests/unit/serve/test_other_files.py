@@ -167,7 +167,11 @@ def test_no_client_gets_a_wrong_file_and_the_right_one_comes_later(
         status = 502
         while status == 502:
             status, data = got(server, ONNX)
-        assert (status, data) == (200, (repo.folder / ONNX).read_bytes())
+        right = (repo.folder / ONNX).read_bytes()
+        assert (status, data) == (200, right)
+        # A client that has the beginning of the wrong file must not go on after it.
+        etag = f'"{repo.entry(ONNX)["lfs"]["oid"]}"'
+        assert got(server, ONNX, Range="bytes=4-7", If_Range=etag) == (200, right)
 
 
 def test_a_file_larger_than_the_limit_is_refused_and_the_model_stays(

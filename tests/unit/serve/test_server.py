@@ -465,6 +465,17 @@ def test_a_form_that_is_too_large_is_refused(server: Serving) -> None:
     assert server.request(target, "POST", b"x" * (2 << 20), **kind)[0] == 413
 
 
+def test_a_form_that_does_not_arrive_is_refused(library: Library, tmp_path: Path) -> None:
+    with serving(library.store, tmp_path, limits={"server.BODY_SECONDS": 0.05}) as server:
+        host, _, port = server.host.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as client:
+            client.sendall(
+                b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 9\r\n\r\npaths="
+            )
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
 def test_files_are_left_for_blobs_if_few_may_be_open() -> None:
     program = """
         import resource, sys
