@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import ssl
 from collections.abc import Iterator
@@ -85,3 +86,22 @@ def test_questions_beyond_the_patient_ones_are_asked_all_the_same(
     for number in range(more):
         assert ask(through, f"/org/m{number}/resolve/main/f") == 401
     assert not through._patient.acquire(blocking=False)  # as many are left as before
+
+
+def test_a_model_whose_record_is_damaged_is_fetched_again(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        for _ in range(2):
+            library = Library(store)
+            through = PullThrough(library, Upstream.parse(hub.url), fresh=300)
+            with contextlib.closing(through):
+                assert ask(through, "/org/model/resolve/main/config.json") == 200
+                for fetch in list(through._fetches.running.values()):
+                    assert fetch.ended.wait(60)
+                assert library.pulled.is_public("org/model")
+                assert not library.pulled.incomplete
+            for record in library.pulled._folder.glob("[!.]*"):
+                record.write_bytes(b"damaged")
+        assert [str(one) for one in store.references()] == ["org/model:latest"]

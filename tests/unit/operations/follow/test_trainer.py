@@ -30,6 +30,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
+from blobstore.operations.follow.trainer import find_manifest
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_versions import OpenChanges, WeightVersion
 from blobstore.store.local import LocalStore
@@ -610,3 +611,11 @@ def test_a_manifest_is_found_by_another_name_if_its_own_is_gone(store: LocalStor
     data, gone = store.read_manifest(Reference.parse("other")), Reference.parse("gone")
     assert trainer.find_manifest(store, gone, Digest.of(data)) == data
     assert trainer.find_manifest(store, gone, Digest.of(b"")) is None
+
+
+def test_a_manifest_without_its_blobs_is_not_found(run: Run) -> None:
+    name = Reference.parse("policy")
+    digest = Digest.of(run.store.read_manifest(name))
+    assert find_manifest(run.store, name, digest) == run.store.read_manifest(name)
+    Path(run.store.blob_path(run.store.resolve(name).layers[0].digest)).unlink()
+    assert find_manifest(run.store, name, digest) is None
