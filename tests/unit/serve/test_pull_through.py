@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from blobstore.core import capacity
+from blobstore.manifests.reference import Reference
 from blobstore.serve import other_files
 from blobstore.serve.access import Access
 from blobstore.serve.library import Library
-from blobstore.serve.messages import Request
+from blobstore.serve.messages import Request, Response
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import prepared
@@ -33,11 +35,13 @@ def through(store: LocalStore, tmp_path: Path) -> Iterator[PullThrough]:
         made.close()
 
 
-def ask(through: PullThrough, target: str) -> int:
+def answer_of(through: PullThrough, target: str) -> Response:
     request = Request("GET", target)
-    return prepared(
-        lambda: answer(request, through._library, Access(), pull_through=through)
-    ).status
+    return prepared(lambda: answer(request, through._library, Access(), pull_through=through))
+
+
+def ask(through: PullThrough, target: str) -> int:
+    return answer_of(through, target).status
 
 
 def test_questions_for_absent_models_share_what_connections_trust(through: PullThrough) -> None:
@@ -64,6 +68,17 @@ def test_a_question_about_no_version_fetches_none(through: PullThrough, what: st
     assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") == 401
     assert not through._fetches.running
     assert not list(through._store.references())
+
+
+def test_the_upstream_is_not_asked_for_models_of_other_hosts(store: LocalStore) -> None:
+    with HubServer() as hub:
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            ask(through, "/v2/ghcr.io/team/llama/manifests/latest")
+            ask(through, "/ghcr.io.team/llama/resolve/main/config.json")
+            assert not hub.requests
+            ask(through, "/v2/team/llama/manifests/latest")
+            assert hub.requests
 
 
 @pytest.mark.parametrize("more", [1, 40])
@@ -105,3 +120,24 @@ def test_a_model_whose_record_is_damaged_is_fetched_again(
             for record in library.pulled._folder.glob("[!.]*"):
                 record.write_bytes(b"damaged")
         assert [str(one) for one in store.references()] == ["org/model:latest"]
+
+
+def test_a_branch_is_the_commit_to_which_it_has_moved_while_that_arrives(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        repo = hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/org/model/resolve/main/config.json") == 200
+            for fetch in list(through._fetches.running.values()):
+                assert fetch.ended.wait(60)
+            repo.commit = "e" * 40
+            repo.gates["model.safetensors"] = 10, threading.Event()
+            try:
+                assert ask(through, f"/org/model/resolve/{repo.commit}/config.json") == 200
+                assert through._tags.pop(Reference.parse("org/model"))
+                found = answer_of(through, "/org/model/resolve/main/config.json")
+                assert found.headers["X-Repo-Commit"] == repo.commit
+            finally:
+                repo.gates["model.safetensors"][1].set()
