@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tests.faults import disks
 from tests.faults.invariants import Expected, check_store, forget
-from tests.faults.known import has_command
 from tests.faults.operations import Scene
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import Ended, nursery, workspace
@@ -89,10 +88,7 @@ def _free_space(case: _Case, outcome: Outcome, how: str) -> None:
     scene = case.scene
     where = ("--store", scene.store)
     commands: list[tuple[object, ...]] = [("gc", "--force", "--older-than", "0s")]
-    if (
-        has_command("rm")
-        and scene.store.joinpath("manifests", *scene.guest.reference.parts).exists()
-    ):
+    if scene.store.joinpath("manifests", *scene.guest.reference.parts).exists():
         commands.insert(0, ("rm", scene.guest.name))
     for arguments in commands:
         ended = nursery().run("blobstore", *arguments, *where)
@@ -239,8 +235,6 @@ def _refused(case: _Case, folder: Path, outcome: Outcome, **how: bool) -> None:
     ]
     reads = _reads(first, target)
     for arguments in (*writes, *reads):
-        if not has_command(str(arguments[0])):
-            continue
         ended = nursery().run("blobstore", *arguments, "--store", scene.store, **how)
         outcome.injected += 1
         if ended.complaint or bool(ended.code) != (arguments in writes):

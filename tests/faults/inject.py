@@ -12,7 +12,7 @@ import re
 from collections.abc import Container, Sequence
 
 from tests.faults import tracing
-from tests.faults.operations import Operation, Scene, operations
+from tests.faults.operations import OPERATIONS, Operation, Scene
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import Ended, workspace
 from tests.faults.tracing import Fault
@@ -75,7 +75,7 @@ def run(
     """Let calls fail: all of them, or ``effort.count`` of each command, chosen at random."""
     if reason := tracing.why_not():
         return [Outcome("failing system calls", skipped=reason)]
-    chosen = [item for item in operations() if item.name in only]
+    chosen = [item for item in OPERATIONS if item.name in only]
     rows: dict[str, Outcome] = {}
     with workspace() as folder:
         for number, operation in enumerate(chosen):

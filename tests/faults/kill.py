@@ -7,7 +7,7 @@ from collections.abc import Container
 from statistics import median
 
 from tests.faults import chains
-from tests.faults.operations import Operation, Scene, operations
+from tests.faults.operations import OPERATIONS, Operation, Scene
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import nursery, workspace
 
@@ -19,7 +19,7 @@ most of the fast ones end first."""
 
 def victims() -> list[Operation]:
     """Return the commands that are killed."""
-    return [*operations(), *chains.OPERATIONS]
+    return [*OPERATIONS, *chains.OPERATIONS]
 
 
 def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.models.model import Model
 from tests.support.models import Arrays, write_folder
@@ -103,11 +102,3 @@ def command(*arguments: object) -> tuple[int, str, str]:
         except SystemExit as end:
             code = int(end.code or 0)
     return code, output.getvalue(), errors.getvalue()
-
-
-def has_command(name: str) -> bool:
-    """Return whether the command line has a command."""
-    try:
-        return command(name, "--help")[0] == 0
-    except (BlobstoreError, ImportError):
-        return False

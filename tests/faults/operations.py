@@ -23,7 +23,7 @@ from tests.faults.invariants import (
     forget,
     layers,
 )
-from tests.faults.known import Known, command, has_command, write_models
+from tests.faults.known import Known, command, write_models
 from tests.faults.processes import Ended
 from tests.readers.weight_versions import Receiver, Trainer
 from tests.support.stub_registry import StubRegistry
@@ -68,11 +68,6 @@ class Operation:
     judge: Callable[[Scene, Ended], Findings]
     codes: tuple[int, ...] = (0,)
     """Its exit code if nothing strikes: ``diff`` has 1 if models differ."""
-
-
-def operations() -> list[Operation]:
-    """Return the operations that the command line has."""
-    return [item for item in _OPERATIONS if has_command(item.name.split()[0])]
 
 
 def _store_of(scene: Scene) -> list[object]:
@@ -439,7 +434,7 @@ def _after_push_version(scene: Scene, ended: Ended) -> Findings:
 _at_exit = contextlib.ExitStack()
 atexit.register(_at_exit.close)
 
-_OPERATIONS = (
+OPERATIONS = (
     Operation("create", _before_create, _after_create),
     Operation("create in a new store", _before_first_create, _after_create),
     Operation("gc", _before_gc, _checked),

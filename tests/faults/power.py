@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.faults.known import command
-from tests.faults.operations import Operation, Scene, operations
+from tests.faults.operations import OPERATIONS, Operation, Scene
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import Ended, workspace
 from tests.faults.recorder import Call, Recorder
@@ -236,7 +236,7 @@ def run(
         most: number of states after a recording to try at most, chosen at random.
         unsynced: files or folders, to test the test: their syncs do nothing, until this is noticed.
     """
-    chosen = [item for item in operations() if item.name in only]
+    chosen = [item for item in OPERATIONS if item.name in only]
     return [
         _run(operation, effort.share(len(chosen) - number), most, unsynced)
         for number, operation in enumerate(chosen)

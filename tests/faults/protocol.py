@@ -31,7 +31,7 @@ from blobstore.core.digest import Digest
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Lease
 from tests.faults.invariants import Expected, bases_of, check_model, check_store, layers
-from tests.faults.known import Known, command, has_command, write_models
+from tests.faults.known import Known, command, write_models
 from tests.faults.outcomes import Effort, Outcome
 from tests.faults.processes import place_in_memory
 
@@ -81,14 +81,12 @@ class StoreProtocol(RuleBasedStateMachine):
         if self._is_done("create", known.folder, name):
             self._take({name: known})
 
-    @precondition(lambda self: has_command("rm"))
     @rule(name=names)
     def remove(self, name: str) -> None:
         code, _, errors = self._run("rm", name)
         assert bool(code) == (name not in self.names), errors
         self._take({name: None})
 
-    @precondition(lambda self: has_command("cp"))
     @rule(source=names, to=names)
     def copy(self, source: str, to: str) -> None:
         if source not in self.names or source == to:
@@ -96,7 +94,6 @@ class StoreProtocol(RuleBasedStateMachine):
         elif self._is_done("cp", "--force", source, to):
             self._take({to: self.names[source]})
 
-    @precondition(lambda self: has_command("mv"))
     @rule(source=names, to=names)
     def move(self, source: str, to: str) -> None:
         if source not in self.names or source == to:
@@ -173,7 +170,7 @@ class StoreProtocol(RuleBasedStateMachine):
             then = time.time() + days * _DAY
             os.utime(path, (then, then))
 
-    @precondition(lambda self: self.names and has_command("repair"))
+    @precondition(lambda self: self.names)
     @rule(which=st.integers(0, 50), way=st.sampled_from(["flip", "cut", "gone"]))
     def damage(self, which: int, way: str) -> None:
         """Let a blob rot; ``verify`` sees it."""

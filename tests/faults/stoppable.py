@@ -12,8 +12,7 @@ from pathlib import Path
 
 from tests.faults.invariants import Expected, Findings, check_store, forget
 from tests.faults.known import Known, command
-from tests.faults.operations import Operation, Scene
-from tests.faults.operations import operations as struck
+from tests.faults.operations import OPERATIONS, Operation, Scene
 from tests.faults.processes import Ended
 from tests.support.registry import PROGRAM, running_registry
 from tests.support.signing import key_files
@@ -26,7 +25,7 @@ OUT = ".out"
 
 def operations() -> list[Operation]:
     """Return all commands that can be stopped here."""
-    return [*struck(), *(item for item in _OPERATIONS if item.name != _PUSH or _has_registry())]
+    return [*OPERATIONS, *(item for item in _OPERATIONS if item.name != _PUSH or _has_registry())]
 
 
 def _checked(scene: Scene, ended: Ended) -> Findings:

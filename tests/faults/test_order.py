@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.known import command
-from tests.faults.operations import Scene, operations
+from tests.faults.operations import OPERATIONS, Scene
 from tests.faults.power import Disk
 from tests.faults.processes import ROOT, workspace
 from tests.faults.recorder import Call, Recorder
@@ -22,7 +22,7 @@ class _Run:
     """The calls of a command, and the parts of the store that they change."""
 
     def __init__(self, name: str, folder: Path, seed: int) -> None:
-        (operation,) = (item for item in operations() if item.name == name)
+        (operation,) = (item for item in OPERATIONS if item.name == name)
         scene = Scene(folder / "scene", seed)
         arguments = operation.prepare(scene)
         self.name = name
@@ -91,7 +91,7 @@ def _table() -> dict[str, str]:
     return dict(rows)
 
 
-every_command = pytest.mark.parametrize("name", [operation.name for operation in operations()])
+every_command = pytest.mark.parametrize("name", [operation.name for operation in OPERATIONS])
 
 
 @every_command

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import power
-from tests.faults.operations import operations
+from tests.faults.operations import OPERATIONS
 from tests.faults.outcomes import Effort
 from tests.support.samples import samples
 
 
-@pytest.mark.parametrize("name", [operation.name for operation in operations()])
+@pytest.mark.parametrize("name", [operation.name for operation in OPERATIONS])
 def test_a_power_cut_loses_nothing_that_was_acknowledged(name: str) -> None:
     (outcome,) = power.run(Effort(1), only={name}, most=samples(40))
     assert outcome.injected > 2

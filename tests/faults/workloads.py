@@ -23,8 +23,8 @@ from blobstore.models.checks import Verify
 from blobstore.safetensors import edit_file
 from blobstore.safetensors.numpy import load_file
 from blobstore.store.local import LocalStore
-from tests.faults.invariants import forget, layers
-from tests.faults.known import Known, command, has_command, read_models, write_models
+from tests.faults.invariants import layers
+from tests.faults.known import Known, command, read_models, write_models
 
 SWAPPED = "swapped"
 """The name that is there throughout, but not always of one model."""
@@ -142,7 +142,7 @@ class _Crowd:
 
     def ways(self) -> list[_Way]:
         """Return what can be done, and how often it is to be."""
-        ways = [
+        return [
             _Way(3, self._create),
             _Way(4, self._swap),
             _Way(4, self._collect),
@@ -154,8 +154,8 @@ class _Crowd:
             _Way(6, self._load_swapped),
             _Way(2, self._load_passing),
             _Way(3, self._fork),
+            _Way(3, self._remove),
         ]
-        return ways + ([_Way(3, self._remove)] if has_command("rm") else [_Way(3, self._forget)])
 
     def _create(self) -> None:
         model = self._chance.choice(self._models)
@@ -190,9 +190,6 @@ class _Crowd:
         code, _, errors = self._run("rm", self._chance.choice(self._passing).name)
         if code not in {0, _NOT_FOUND}:
             _report(f"rm exits with {code}: {errors[-500:]}")
-
-    def _forget(self) -> None:
-        forget(self._root, self._chance.choice(self._passing))
 
     def _load_staying(self) -> None:
         self._load(self._chance.choice(self._staying))
