@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Downloads(Protocol):
     """Where files are fetched to that are needed for one import only."""
 
-    def folder(self, source: str, version: str) -> Path:
-        """Return the folder for a version of a source, which only this process uses. Raises StoreError."""
+    def folder(self, source: str, version: str, part: str = "") -> Path:
+        """Return the folder for a version of a source, or a part of it, which only this process uses. Raises StoreError."""
 
     def check_space(self, to_fetch: int, weights: int) -> None:
         """Check that so many bytes can be fetched, and those of the weights be stored. Raises StoreError."""

@@ -250,7 +250,7 @@ def _listed(
         listing = listing_of(entries.items())
         if downloads is not None:
             # Downloads of other weights do not wait for this one.
-            folder = downloads.folder(f"{SCHEME}{repo}", f"{commit} {options.weights}") / commit
+            folder = downloads.folder(f"{SCHEME}{repo}", commit, options.weights or "") / commit
         repository = _Repository(
             repo, storage, folder, listing, options, downloads, boundary=cache, is_online=True
         )

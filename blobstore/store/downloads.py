@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from blobstore.store.partial import FULL
 from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -38,22 +39,31 @@ _WAITERS: Final = "waiters"
 
 
 class Downloads:
-    """The folders of one import."""
+    """The folders of one import, or of several from one source."""
 
     def __init__(
-        self, store: LocalStore, *, is_quantized: bool, progress: Progress | None = None
+        self,
+        store: LocalStore,
+        *,
+        is_quantized: bool,
+        is_shared: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         """Make no folder yet.
 
         Args:
-            store: what gets the model.
+            store: what gets the models.
             is_quantized: whether it gets fewer bytes than the weights have.
+            is_shared: whether parts of a source share a folder; :meth:`remove` then removes what was imported.
             progress: called while another process has the folder.
         """
         self._store = store
         self._progress = progress
         self._is_quantized = is_quantized
+        self._is_shared = is_shared
         self._needed = 0
+        self._folders: dict[Path, str] = {}
+        """The folders that this process uses, and their sources."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,8 +79,8 @@ class Downloads:
         if self._needed and is_full(error):
             raise self._store.no_space(self._needed) from error
 
-    def folder(self, source: str, version: str) -> Path:
-        """Return the folder for files of a version of a source, which only this process uses.
+    def folder(self, source: str, version: str, part: str = "") -> Path:
+        """Return the folder for files of a version of a source, or of a part of it, which only this process uses.
 
         If another process has it, this one waits for it, and gets its files.
 
@@ -78,7 +88,31 @@ class Downloads:
             StoreBusy: another process was downloading the same for ``lock_timeout`` seconds.
             StoreError: the store cannot be written, or its file system has no locks.
         """
-        return self._stack.enter_context(_folder(self._store, source, version, self._progress))
+        name = f"{source} {version}" + (f" {part}" if part and not self._is_shared else "")
+        folder = self._store.folder("downloads") / Digest.of(name.encode()).hex
+        if folder not in self._folders:
+            self._stack.enter_context(_locked(self._store, folder, source, self._progress))
+            self._folders[folder] = source
+        return folder
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of a shared folder, which no other import needs, by their ends."""
+        for folder in self._folders:
+            for name in names:
+                for path in folder.glob(f"*/{glob.escape(name)}"):
+                    path.unlink()
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Let errors of the block say where the files are for the user."""
+        try:
+            yield
+        except BlobstoreError as error:
+            for folder, source in self._folders.items():
+                below = re.escape(str(folder)) + r"/\w+"
+                error.message = source.join(re.split(below, error.message))
+            error.args = (error.message,)
+            raise
 
     def check_space(self, to_fetch: int, weights: int) -> None:
         """Check that files can be downloaded, and their weights be stored next to them.
@@ -96,22 +130,17 @@ class Downloads:
 
 
 @contextlib.contextmanager
-def _folder(
-    store: LocalStore, source: str, version: str, progress: Progress | None
-) -> Iterator[Path]:
-    folder = store.folder("downloads") / Digest.of(f"{source} {version}".encode()).hex
+def _locked(
+    store: LocalStore, folder: Path, source: str, progress: Progress | None
+) -> Iterator[None]:
     with store.writing():
-        descriptor = _locked(store, folder, source, progress)
+        descriptor = _lock(store, folder, source, progress)
     try:
         try:
-            yield folder
+            yield
         except BaseException as error:
             if isinstance(error, DamagedSource) or is_full(error):
                 shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, BlobstoreError):  # say where the files are for the user
-                below = re.escape(str(folder)) + r"/\w+"
-                error.message = re.sub(below, lambda _: source, error.message)
-                error.args = (error.message,)
             raise
         if not _is_awaited(store, folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +150,7 @@ def _folder(
         os.close(descriptor)
 
 
-def _locked(store: LocalStore, folder: Path, source: str, progress: Progress | None) -> int:
+def _lock(store: LocalStore, folder: Path, source: str, progress: Progress | None) -> int:
     """Return the descriptor of the folder, which this process has locked."""
     deadline = time.monotonic() + store.lock_timeout
     waiter = None

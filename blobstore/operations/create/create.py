@@ -204,8 +204,8 @@ def create(
         Downloads(
             store, is_quantized=options.quantize.quant_type is not None, progress=progress
         ) as downloads,
-        _opened(
-            source, options.source, downloads, sha256, progress, in_cache=keep_hub_cache
+        opened_with(
+            downloads, source, options.source, sha256, progress, in_cache=keep_hub_cache
         ) as opened,
     ):
         if dry_run:
@@ -226,29 +226,31 @@ def create(
 
 
 @contextlib.contextmanager
-def _opened(
+def opened_with(
+    downloads: Downloads,
     source: str,
     options: SourceOptions,
-    downloads: Downloads,
     sha256: str | None,
     progress: Progress | None,
     *,
     in_cache: bool,
 ) -> Iterator[TensorSource]:
-    """Open a source; download it first if it lies elsewhere."""
-    if is_elsewhere(source):
-        # The clients of servers take a while to import.
-        from blobstore.operations.create.remote_files import opened_remote
+    """Open a source; download it first if it lies elsewhere. Raises as :func:`create`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(downloads.named())
+        if is_elsewhere(source):
+            # The clients of servers take a while to import.
+            from blobstore.operations.create.remote_files import opened_remote
 
-        with opened_remote(source, options, downloads, sha256, progress) as opened:
-            yield opened
-    elif sha256 is not None:
-        raise UsageError(
-            "a SHA-256 applies only to the URL of a file; files of the Hub are compared with its own"
-        )
-    else:
-        with opened_source(source, options, progress, None if in_cache else downloads) as opened:
-            yield opened
+            opened = opened_remote(source, options, downloads, sha256, progress)
+            yield stack.enter_context(opened)
+        elif sha256 is not None:
+            raise UsageError(
+                "a SHA-256 applies only to the URL of a file; files of the Hub are compared with its own"
+            )
+        else:
+            cache = None if in_cache else downloads
+            yield stack.enter_context(opened_source(source, options, progress, cache))
 
 
 def import_source(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -23,8 +24,10 @@ from blobstore.errors import (
 )
 from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.operations.create.create import create
+from blobstore.operations.create.create import import_source, opened_with
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.create.ollama import SCHEME, ollama_models
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import (
     STEP,
     cleaned,
@@ -34,7 +37,7 @@ from blobstore.operations.create.source_names import (
     path_name,
     step_order,
 )
-from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.base import DEFAULT_OPTIONS, advising_download
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.gguf import GGUF
@@ -43,6 +46,7 @@ from blobstore.sources.hub import cached_repository, list_files, parse_hub_id
 from blobstore.sources.hub_listing import cached_snapshot
 from blobstore.sources.selection import is_model_folder
 from blobstore.sources.sharded import WEIGHTS, has_ending
+from blobstore.store.downloads import Downloads
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -144,33 +148,78 @@ def create_all(
     first: dict[str, Path | str] = {}
     results = []
     chosen = options.get("source_options", DEFAULT_OPTIONS)
+    is_quantized = (options.get("quantize") or QuantizeOptions()).quant_type is not None
     own = None if name is None else _without_tag(Reference.of(name))
     models = [it for it in find_models(folder, own) if it.matches(chosen.weights)]
-    for number, (found, source, weights, _) in enumerate(models, start=1):
-        name, created, error = found, None, None
-        options["source_options"] = replace(chosen, weights=weights or chosen.weights)
-        try:
-            reference = Reference.parse(found)
-            if prefix is not None:
-                reference = reference.under(prefix)
-            name = str(reference)
-            # Names that differ in case only cannot be in one store.
-            if (other := first.setdefault(name.lower(), source)) is not source:
-                raise NameTaken(f"{quote(other)} already has the name {name}")
-            if not dry_run:
-                step = progress and partial(
-                    _report, progress, f"{number} of {len(models)} models, {name}"
-                )
-                created = create(source, reference, store=store, progress=step, **options)
-                # The models that it leaves out are imported too.
-                notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
-                created = replace(created, notices=tuple(notices))
-        except StoreError:
-            raise
-        except BlobstoreError as failure:
-            error = failure
-        results.append(CreatedModel(name=name, source=source, created=created, error=error))
+    with Downloads(store, is_quantized=is_quantized, is_shared=True) as downloads:
+        for number, model in enumerate(models, start=1):
+            name, created, error = model.name, None, None
+            try:
+                reference = Reference.parse(name)
+                if prefix is not None:
+                    reference = reference.under(prefix)
+                name = str(reference)
+                # Names that differ in case only cannot be in one store.
+                if (other := first.setdefault(name.lower(), model.source)) is not model.source:
+                    raise NameTaken(f"{quote(other)} already has the name {name}")
+                if not dry_run:
+                    step = progress and partial(
+                        _report, progress, f"{number} of {len(models)} models, {name}"
+                    )
+                    weights = model.weights or chosen.weights
+                    options["source_options"] = replace(chosen, weights=weights)
+                    created = _create(downloads, model.source, reference, store, step, options)
+                    # The models that it leaves out are imported too.
+                    notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
+                    created = replace(created, notices=tuple(notices))
+            except StoreError:
+                raise
+            except BlobstoreError as failure:
+                error = failure
+            downloads.remove(model.files)
+            results.append(
+                CreatedModel(name=name, source=model.source, created=created, error=error)
+            )
     return results
+
+
+def _create(
+    downloads: Downloads,
+    source: Path | str,
+    reference: Reference,
+    store: LocalStore,
+    progress: Progress | None,
+    options: CreateOptions,
+) -> Created:
+    """Import one model as :func:`~blobstore.operations.create.create.create` does, with shared downloads."""
+    started = time.monotonic()
+    choices = ImportOptions(
+        options.get("source_options", DEFAULT_OPTIONS),
+        options.get("quantize") or QuantizeOptions(),
+        options.get("experts", "packed"),
+        options.get("decode", False),
+        options.get("as_is", False),
+    )
+    update = store.names.seen(reference)
+    store.names.check_name(reference)
+    sha256, in_cache = options.get("sha256"), options.get("keep_hub_cache", False)
+    with (
+        advising_download(),
+        opened_with(
+            downloads, os.fspath(source), choices.source, sha256, progress, in_cache=in_cache
+        ) as opened,
+    ):
+        return import_source(
+            opened,
+            update,
+            store,
+            choices,
+            started=started,
+            paranoid=options.get("paranoid", False),
+            jobs=options.get("jobs"),
+            executor=options.get("executor"),
+            progress=progress,
+        )
 
 
 def _without_tag(reference: Reference) -> str:

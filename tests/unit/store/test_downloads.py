@@ -54,6 +54,22 @@ def test_a_full_disk_and_damaged_files_leave_no_folder(
     assert not is_full(StoreError("another reason"))
 
 
+def test_parts_of_a_source_share_a_folder_if_they_are_imported_together(
+    store: LocalStore,
+) -> None:
+    with Downloads(store, is_quantized=False) as downloads:
+        assert downloads.folder("a", "1", "Q4") != downloads.folder("a", "1", "Q8")
+    with Downloads(store, is_quantized=False, is_shared=True) as downloads:
+        folder = downloads.folder("a", "1", "Q4")
+        (folder / "1").mkdir()
+        for name in ("[4].gguf", "4.gguf"):
+            (folder / "1" / name).write_bytes(b"")
+        downloads.remove(["[4].gguf", "absent.gguf"])
+        assert downloads.folder("a", "1", "Q8") == folder
+        assert [path.name for path in (folder / "1").iterdir()] == ["4.gguf"]
+    assert not folder.exists()
+
+
 def test_one_process_at_a_time_uses_a_folder(store: LocalStore) -> None:
     store.lock_timeout = 0
     with folder_of(store, "a"):

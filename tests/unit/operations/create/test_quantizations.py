@@ -119,7 +119,10 @@ def test_a_repository_is_imported_by_its_address(tmp_path: Path, store: LocalSto
         assert "('Q4_K_M', 'Q8_0'); choose one" in create("hf://org/x-GGUF", status=1)
         assert "it has Q4_K_M, Q8_0" in create("hf://org/x-GGUF:Q5_0", status=1)
         create("hf://org/x-GGUF:Q8_0", "b", "--weights", "*", status=2)
+        server.requests.clear()
         assert "2 models, 0 failed" in create("--all", "hf://org/x-GGUF")
+        assert sum("GET" in it and "mmproj" in it for it in server.requests.elements()) == 1
+    assert not (store.root / "downloads").exists()
     assert sorted(map(str, store.references())) == [
         "a:latest",
         "org/x-GGUF:Q4_K_M",
