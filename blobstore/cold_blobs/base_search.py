@@ -29,7 +29,7 @@ from blobstore.manifests.reference import by_numbers
 from blobstore.models.model_card import card_field
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
     from blobstore.core.digest import Digest
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
     Layers = Mapping[str, Descriptor]
+    Order = Callable[[Reference], Any]
     Gains = Mapping[Reference, Mapping[Reference, float]]
     """About the bytes that models save with some others as their base."""
     Fits = Mapping[Reference, Mapping[Reference, Fit]]
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _MAX_CANDIDATES: Final = 8
 """Models of the same layers, and of other layers, that one model is compared with."""
 _SAMPLED_BLOBS: Final = 2
-_MIN_SIMILAR: Final = 0.5
+MIN_SIMILAR: Final = 0.5
 """The share of a model's bytes that must lie in layers of equal name and size."""
 _MANY_TIMES: Final = 8
 """A base that a card names must not take so many times the space that the nearest model takes."""
@@ -63,17 +64,19 @@ class BaseFinder:
         manifests: Mapping[Reference, Manifest],
         deltas: Collection[Digest] = (),
         report: Callable[[str], object] = lambda _: None,
+        uses: Mapping[Digest, int] | None = None,
     ) -> None:
         """Take the models, and the blobs that are deltas and cannot be bases.
 
-        ``report`` is called with the state of the search, in words.
+        ``report`` is called with the state of the search, in words. ``uses`` is how many models have each blob, if
+        there are others.
         """
         self._store = store
         self._manifests = manifests
         self._report = report
         self._sampler = BlobSampler(store)
         self._layers = {name: tensor_layers(manifest) for name, manifest in manifests.items()}
-        self._uses = Counter(
+        self._uses = uses or Counter(
             layer.digest for layers in self._layers.values() for layer in layers.values()
         )
         self._groups: dict[frozenset[tuple[str, int]], list[Reference]] = defaultdict(list)
@@ -101,10 +104,10 @@ class BaseFinder:
             self._report(f"searching for bases: {number} of {len(references)} models")
             kind = _kind(self._layers.get(reference, {}))
             similar = self._similar_groups(kind)
-            texts = set(self._named_bases(reference))
+            texts = set(named_bases(self._store, self._manifests[reference]))
             known = (other for group in similar for other in self._groups[group])
             base = next(
-                (other for other in known if other != reference and _names(other) & texts), None
+                (one for one in known if one != reference and normalized_names(one) & texts), None
             )
             # Models of one kind have the same candidates, so these are looked for once for a
             # family.
@@ -168,7 +171,7 @@ class BaseFinder:
         """Return the groups with enough of the same layers, the most similar first."""
         total = sum(size for _, size in kind)
         shares = {group: sum(size for _, size in kind & group) for group in self._groups}
-        found = [group for group, size in shares.items() if size and size >= _MIN_SIMILAR * total]
+        found = [group for group, size in shares.items() if size and size >= MIN_SIMILAR * total]
         return sorted(found, key=lambda group: (-shares[group], self._groups[group]))
 
     def _candidates(
@@ -191,41 +194,17 @@ class BaseFinder:
     def _neighbours(
         self, reference: Reference, kind: frozenset[tuple[str, int]]
     ) -> Iterator[Reference]:
-        """Yield the models of the same layers that come before and after, as the steps of a run do.
-
-        They do so in the order of time, or of one of the numbers in their names: of those of ``step-2-seed-1``
-        the first or the last.
-        """
-        orders = (by_numbers, _numbered_last, self._age_key)
+        """Yield the models of the same layers that come before and after, as the steps of a run do."""
         if kind not in self._sorted:
-            group = self._groups.get(kind, ())
-            self._sorted[kind] = [sorted(group, key=order) for order in orders]
-        for order, group in zip(orders, self._sorted[kind], strict=True):
-            place = bisect_left(group, order(reference), key=order)
-            yield from group[max(place - 1, 0) : place + 2]
+            self._sorted[kind] = [
+                sorted(self._groups.get(kind, ()), key=order) for order in _orders(self._age_key)
+            ]
+        return _neighbours(reference, self._sorted[kind], self._age_key)
 
     def _rank(self, reference: Reference) -> tuple[int, Reference]:
         """Return a key that sorts models with blobs that many models have first."""
         layers = self._layers[reference].values()
         return -sum(layer.size * self._uses[layer.digest] for layer in layers), reference
-
-    def _named_bases(self, reference: Reference) -> Iterator[str]:
-        """Yield the base models that the model card and config name, normalized."""
-        for layer in self._manifests[reference].layers:
-            if layer.name not in {"README.md", "config.json"} or layer.size > _MAX_CARD:
-                continue
-            names: list[Any] = []
-            try:
-                text = self._store.read_blob(layer.digest, layer.size).decode()
-                if layer.name == "README.md":
-                    names = list(card_field({layer.name: text}, "base_model"))
-                elif isinstance(config := strict_json.loads_any(text), dict):
-                    names = [config.get(key) for key in ("base_model", "_name_or_path")]
-            except (BlobstoreError, ValueError):
-                continue
-            for name in names:
-                if isinstance(name, str) and name:
-                    yield _normalize(name.rpartition("/")[2])
 
     def _fit(self, reference: Reference, base: Reference) -> Fit:
         """Return about the bytes of a model's own blobs that a base saves, 0 if too few, and the others."""
@@ -321,11 +300,30 @@ def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:
     return bases
 
 
+def named_bases(store: LocalStore, manifest: Manifest) -> Iterator[str]:
+    """Yield the base models that the model card and config of a model name, normalized."""
+    for layer in manifest.layers:
+        if layer.name not in {"README.md", "config.json"} or layer.size > _MAX_CARD:
+            continue
+        names: list[Any] = []
+        try:
+            text = store.read_blob(layer.digest, layer.size).decode()
+            if layer.name == "README.md":
+                names = list(card_field({layer.name: text}, "base_model"))
+            elif isinstance(config := strict_json.loads_any(text), dict):
+                names = [config.get(key) for key in ("base_model", "_name_or_path")]
+        except (BlobstoreError, ValueError):
+            continue
+        for name in names:
+            if isinstance(name, str) and name:
+                yield _normalize(name.rpartition("/")[2])
+
+
 def _kind(layers: Layers) -> frozenset[tuple[str, int]]:
     return frozenset((layer.name, layer.size) for layer in layers.values())
 
 
-def _names(reference: Reference) -> set[str]:
+def normalized_names(reference: Reference) -> set[str]:
     """Return the names that a card may have for a model: ``llama-3.2:1b`` is Llama-3.2-1B."""
     return {_normalize(reference.model), _normalize(reference.model + reference.tag)}
 
@@ -333,6 +331,29 @@ def _names(reference: Reference) -> set[str]:
 def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
     """Return the tensor layers of a model by name."""
     return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
+
+
+def neighbours(
+    reference: Reference, group: Collection[Reference], age: Order
+) -> Iterator[Reference]:
+    """Yield the models that come before and after one in a group, in the order of ``age`` or of numbers in names."""
+    return _neighbours(reference, [sorted(group, key=order) for order in _orders(age)], age)
+
+
+def _neighbours(
+    reference: Reference, groups: Iterable[Sequence[Reference]], age: Order
+) -> Iterator[Reference]:
+    for order, group in zip(_orders(age), groups, strict=True):
+        place = bisect_left(group, order(reference), key=order)
+        yield from group[max(place - 1, 0) : place + 2]
+
+
+def _orders(age: Order) -> tuple[Order, ...]:
+    """Return the orders of the steps of a run: by time, or by one of the numbers in their names.
+
+    Of those of ``step-2-seed-1`` that is the first or the last.
+    """
+    return by_numbers, _numbered_last, age
 
 
 def _numbered_last(reference: Reference) -> tuple[list[str], list[int]]:

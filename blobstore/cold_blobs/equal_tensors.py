@@ -67,6 +67,9 @@ class DuplicateFinder:
         self._frozen = {digest: item for digest, item in frozen.items() if digest not in deltas}
         self._deltas = deltas
         self._sizes = {digest: item.size for digest, item in self._frozen.items()}
+        self._sorted = sorted(self._sizes.values())
+        self._named = {(item.name, item.size) for item in self._frozen.values()}
+        self._has_experts = any(map(_is_experts, self._frozen.values()))
         self._singles: set[Digest] = set()
         """Blobs of a single tensor."""
         self._index = TensorIndex()
@@ -76,25 +79,20 @@ class DuplicateFinder:
         self._add(self._frozen.values())
         # Only pieces of these kinds can be equal to one of them, so no others are probed.
         kinds = self._index.kinds()
-        self._add((item for blobs in self._candidates(models) for item in blobs), kinds)
+        blobs = [item for layers in models for item in layers.values() if self.may_match(item)]
+        self._add(blobs, kinds)
 
-    def _candidates(self, models: Sequence[Mapping[str, Descriptor]]) -> list[list[Descriptor]]:
-        """Return the blobs of each model that may have equal tensors by their sizes."""
-        sizes = sorted(self._sizes.values())
-        named = {(item.name, item.size) for item in self._frozen.values()}
-        has_experts = any(map(_is_experts, self._frozen.values()))
-
-        def is_candidate(item: Descriptor) -> bool:
-            if item.size < _MIN_BLOB or item.digest in self._deltas:
-                return False
-            if (item.name, item.size) in named:  # the same tensor with other values
-                return False
-            if has_experts and _is_experts(item):
-                return True
-            nearest = bisect_left(sizes, item.size - _MAX_HEADER_DIFFERENCE)
-            return nearest < len(sizes) and sizes[nearest] <= item.size + _MAX_HEADER_DIFFERENCE
-
-        return [[item for item in layers.values() if is_candidate(item)] for layers in models]
+    def may_match(self, item: Descriptor) -> bool:
+        """Return whether a blob of another model may have equal tensors, by the name and size of its layer."""
+        if item.size < _MIN_BLOB or item.digest in self._deltas:
+            return False
+        if (item.name, item.size) in self._named:  # the same tensor with other values
+            return False
+        if self._has_experts and _is_experts(item):
+            return True
+        nearest = bisect_left(self._sorted, item.size - _MAX_HEADER_DIFFERENCE)
+        is_near = nearest < len(self._sorted)
+        return is_near and self._sorted[nearest] <= item.size + _MAX_HEADER_DIFFERENCE
 
     def _add(self, blobs: Iterable[Descriptor], kinds: Collection[Kind] | None = None) -> None:
         """Add blobs to the index, or only their pieces of some kinds."""

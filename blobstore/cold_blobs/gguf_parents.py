@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.cold_blobs.quantized import Blocks, Found, find_rule, sources_of, unit_vector
@@ -93,7 +94,7 @@ class ParentFinder:
             models: the tensor layers of each model whose blobs can be bases.
             others: the bases that blobs would have without parents.
         """
-        children = list(self._children())
+        children = self._children
         chosen = dict(others)
         if not children:
             return chosen
@@ -119,11 +120,25 @@ class ParentFinder:
         # A blob of a ladder has a base now, so it cannot be the base of others.
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
-    def _children(self) -> Iterator[_Child]:
-        """Yield the blobs to be frozen whose only tensor is blocks that may follow from weights.
+    def may_have(self, blob: Descriptor) -> bool:
+        """Return whether a blob may have a tensor of as many weights as a child, by its name and size."""
+        counts = {child.blocks.elements for child in self._children}
+        if not counts or blob.digest in self._deltas or blob.size < min(_WIDTHS) * min(counts):
+            return False
+        if _EXPERTS in blob.name:
+            return True
+        sizes = (count * width for count in counts for width in _WIDTHS)
+        return any(size < blob.size <= size + _MAX_HEADER for size in sizes)
+
+    @cached_property
+    def _children(self) -> list[_Child]:
+        """The blobs to be frozen whose only tensor is blocks that may follow from weights.
 
         A stack is followed by its first matrix.
         """
+        return list(self._find_children())
+
+    def _find_children(self) -> Iterator[_Child]:
         bases = set(self._deltas.values())
         wanted = [
             blob
@@ -150,7 +165,7 @@ class ParentFinder:
         for child in children:
             sampled[child.blocks.elements].add(child.blocks.sampled)
         samples: dict[tuple[int, int], _Samples] = defaultdict(lambda: _Samples([], []))
-        for candidate in self._candidates(models, set(sampled)):
+        for candidate in self._candidates(models):
             for entry in sources_of(candidate.header.tensors.values(), set(sampled)):
                 count = math.prod(entry.spec.shape)
                 for length in sampled[count]:
@@ -193,21 +208,10 @@ class ParentFinder:
                     break
         return None if best is None else best[1]
 
-    def _candidates(self, models: Iterable[Layers], counts: set[int]) -> Iterator[_Candidate]:
-        """Yield the blobs that may have a tensor of so many weights, by their sizes."""
-        least = min(_WIDTHS) * min(counts)
-
-        def is_candidate(blob: Descriptor) -> bool:
-            if blob.digest in self._deltas or blob.size < least:
-                return False
-            if _EXPERTS in blob.name:
-                return True
-            sizes = (count * width for count in counts for width in _WIDTHS)
-            return any(size < blob.size <= size + _MAX_HEADER for size in sizes)
-
-        blobs = {
-            blob.digest: blob for layers in models for blob in layers.values() if is_candidate(blob)
-        }
+    def _candidates(self, models: Iterable[Layers]) -> Iterator[_Candidate]:
+        """Yield the blobs that may have the weights of children."""
+        found = (blob for layers in models for blob in layers.values() if self.may_have(blob))
+        blobs = {blob.digest: blob for blob in found}
         for blob, header in self._with_headers(blobs.values()):
             yield _Candidate(blob, header)
 

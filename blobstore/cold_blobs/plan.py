@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder
 from blobstore.cold_blobs.gguf_parents import ParentFinder
-from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.cold_blobs.relatives import Relatives
+from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.store.reachability import ReachableBlobs
 
@@ -103,26 +104,20 @@ def plan_freeze(
     plan = FreezePlan(ReachableBlobs(store))
     # Before models are read: a manifest that is replaced from now on does not count as frozen.
     plan.reachable.update()
-    all_names = list(store.references())
+    relatives = Relatives(store, plan.reachable)
     if base is not None:
         store.resolve(base)
     chosen: dict[Reference, Manifest] = {}
-    for reference in named or all_names:
+    for reference in named or relatives.states:
         try:
             chosen[reference] = store.resolve(reference)
         except ModelNotFound:
             if named:
                 raise
             continue  # removed since the names were listed
-    manifests: dict[Reference, Manifest] = {}
-    if base is not None or find_base:
-        for reference in all_names:
-            # Removed since the names were listed.
-            with contextlib.suppress(BlobstoreError):
-                manifests[reference] = store.parse(reference)[1]
     _choose_models(store, plan, chosen, older_than, is_named=bool(named))
-    if manifests:
-        _choose_bases(store, plan, manifests, estimator, base, report, chains=chains)
+    if base is not None or find_base:
+        _choose_bases(store, plan, chosen, relatives, estimator, base, report, chains=chains)
     return plan
 
 
@@ -162,23 +157,34 @@ def _choose_models(
 def _choose_bases(
     store: LocalStore,
     plan: FreezePlan,
-    manifests: Mapping[Reference, Manifest],
+    chosen: Mapping[Reference, Manifest],
+    relatives: Relatives,
     estimator: SizeEstimator,
     base: Reference | None,
     report: Callable[[str], object],
     *,
     chains: bool,
 ) -> None:
+    deltas = store.cold_bases()
+    finder = DuplicateFinder(store, estimator, plan.blobs, deltas)
+    parents = ParentFinder(store, estimator, plan.blobs, deltas)
+
+    def is_useful(blob: Descriptor) -> bool:
+        return finder.may_match(blob) or parents.may_have(blob)
+
+    if base is not None:
+        chosen = {**chosen, base: store.parse(base)[1]}
+    manifests = relatives.find(chosen, is_useful, with_similar=base is None)
     layers = {reference: tensor_layers(manifest) for reference, manifest in manifests.items()}
     hot = [
         reference
         for reference in plan.references
         if any(store.has_hot(layer.digest) for layer in layers.get(reference, {}).values())
     ]
-    deltas = store.cold_bases()
     if base is None:
         excluded = () if chains else deltas
-        plan.bases = BaseFinder(store, manifests, excluded, report).find_bases(hot)
+        uses = relatives.uses(layer for found in layers.values() for layer in found.values())
+        plan.bases = BaseFinder(store, manifests, excluded, report, uses).find_bases(hot)
     else:
         plan.bases = {reference: base for reference in hot if reference != base}
     likely = {
@@ -188,14 +194,12 @@ def _choose_bases(
         if (theirs := layers.get(other, {}).get(name)) and theirs.digest != layer.digest
     }
     others = [layers[name] for name in sorted(layers) if name not in plan.references]
-    finder = DuplicateFinder(store, estimator, plan.blobs, deltas)
     finder.read(others)
-    parents = ParentFinder(store, estimator, plan.blobs, deltas)
-    chosen = parents.choose_bases(layers.values(), finder.choose_bases(likely))
-    bases = {blob.digest for blob in chosen.values()} | {*deltas.values()}
+    pairs = parents.choose_bases(layers.values(), finder.choose_bases(likely))
+    bases = {blob.digest for blob in pairs.values()} | {*deltas.values()}
     plan.base_blobs = {
         digest: blob
-        for digest, blob in chosen.items()
+        for digest, blob in pairs.items()
         # In a store, a base has no base itself.
         if chains or (digest not in bases and blob.digest not in deltas)
     }

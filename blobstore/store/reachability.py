@@ -10,6 +10,7 @@ the same time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from itertools import chain
 from pathlib import Path
@@ -19,13 +20,14 @@ from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
-from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
+from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, StoreError
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
+from blobstore.manifests.reference import Reference
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from blobstore.store.local import LocalStore
     from blobstore.store.references import KnownManifest
@@ -152,6 +154,14 @@ class ReachableBlobs:
     def by_path(self) -> dict[str, ManifestState]:
         """Return the manifests by the paths of their files."""
         return self._manifests
+
+    def by_name(self) -> Iterator[tuple[Reference, ManifestState]]:
+        """Yield the names of the store, sorted by path, with their manifests."""
+        root = f"{self._store.folder('manifests')}/"
+        for path, item in self._manifests.items():
+            # A file of something else has another path.
+            with contextlib.suppress(InvalidReference, TypeError):
+                yield Reference(*path.removeprefix(root).split("/")), item
 
     def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
         """Return the manifests that reference one of these blobs by the paths of their files."""

@@ -12,6 +12,7 @@ and the sizes of all blobs by number, a record for each manifest, and the number
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import struct
 import sys
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
 
-_MAGIC: Final = f"references 2 {sys.byteorder} ".encode()
+_MAGIC: Final = f"references 3 {sys.byteorder} ".encode()
 _COUNTS: Final = struct.Struct("=3Q")
-_MANIFEST: Final = struct.Struct("=3Q2q32sII?")
+_MANIFEST: Final = struct.Struct("=3Q2q32s8sII?")
 _MAX_BYTES: Final = 1 << 32
 _MARGIN_NS: Final = 3 * 10**9
 """A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
@@ -49,6 +51,8 @@ class KnownManifest(NamedTuple):
     """How many of the first of these are not tensors, or not only tensors."""
     is_checked: bool = False
     """Whether the manifest was the one that its config promises."""
+    layout: bytes = b""
+    """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
     other_sizes: Mapping[int, int] = {}
     """Bytes of blobs of which an earlier manifest says otherwise."""
 
@@ -125,7 +129,7 @@ class References:
         numbers = array("I", [self.number(blob, size) for blob, size in blobs.items()])
         stated = zip(numbers, blobs.values(), strict=True)
         sizes = {number: size for number, size in stated if size != self.sizes[number]}
-        known = KnownManifest(digest, numbers, others, is_checked, sizes)
+        known = KnownManifest(digest, numbers, others, is_checked, _layout(layers), sizes)
         if not sizes:
             self._keep(version, known)
         return known
@@ -161,6 +165,7 @@ class References:
                 _MANIFEST.pack(
                     *version,
                     bytes.fromhex(known.digest.hex),
+                    known.layout,
                     len(known.blobs),
                     known.others,
                     known.is_checked,
@@ -215,11 +220,17 @@ class References:
         self._digests, self._numbers = bytearray(parts[1]), None
         self.sizes = array("Q", bytes(parts[2]))
         end = 0
-        for *version, digest, count, others, is_checked in records:
+        for *version, spelled, layout, count, others, is_checked in records:
             begin, end = end, end + count
-            known = KnownManifest(Digest(digest.hex()), numbers[begin:end], others, is_checked)
+            digest, found = Digest(spelled.hex()), numbers[begin:end]
+            known = KnownManifest(digest, found, others, is_checked, layout)
             self._manifests[FileVersion(*version)] = self._by_digest[known.digest] = known
 
 
 def _is_settled(version: FileVersion) -> bool:
     return max(version.modified, version.changed) < time.time_ns() - _MARGIN_NS
+
+
+def _layout(layers: Iterable[Descriptor]) -> bytes:
+    tensors = (f"{one.size} {one.name}" for one in layers if one.media_type == media_types.TENSOR)
+    return hashlib.blake2b("\n".join(tensors).encode(), digest_size=8).digest()

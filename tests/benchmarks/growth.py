@@ -61,12 +61,12 @@ for step in range(first, first + count):
 """Prints the seconds of each of several saves of a model of twelve tensors."""
 
 
-def _blob(seed: str) -> tuple[str, bytes]:
-    """Return the name and the bytes of a blob of one small tensor."""
+def _blob(seed: str) -> bytes:
+    """Return a blob of one small tensor."""
     values = Digest.of(seed.encode()).hex[:16].encode()
     header = b'{"t":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
     header += b" " * (-len(header) % 8)
-    return f"t.{seed}", len(header).to_bytes(8, "little") + header + values
+    return len(header).to_bytes(8, "little") + header + values
 
 
 def grow(store: LocalStore, first: int, last: int) -> None:
@@ -83,7 +83,7 @@ def grow(store: LocalStore, first: int, last: int) -> None:
         family = f"family.{number // _FAMILY}"
         seeds = [f"{number}.{layer}" for layer in range(_OWN)]
         seeds += [f"{family}.{layer}" for layer in range(_LAYERS - _OWN)]
-        blobs = dict(map(_blob, seeds))
+        blobs = {f"t.{layer:03}": _blob(seed) for layer, seed in enumerate(seeds)}
         layers = tuple(
             Descriptor(media_types.TENSOR, add(data), len(data), name)
             for name, data in sorted(blobs.items())

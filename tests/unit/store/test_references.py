@@ -137,7 +137,7 @@ DAMAGES: dict[str, Damage] = {
     "truncated": lambda data: data[:-1],
     "longer": lambda data: data + b"x",
     "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
-    "of another version": lambda data: data.replace(b"references 2", b"references 0"),
+    "of another version": lambda data: data.replace(b"references 3", b"references 0"),
     "no counts": lambda data: checked(b"x"),
     "counts beyond the end": lambda data: checked(struct.pack("=3Q", 2**60, 2**60, 2**60)),
     "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),

@@ -1,0 +1,132 @@
+"""Chooses the models among which the bases of some others are searched, so that few manifests are read.
+
+The file of references says which models have layers of the same names and sizes. Of each such layout one manifest is
+read. If it has layers that may be of use by their names and sizes, so do the others. Of a large family some are enough:
+those next to a model, the oldest, those whose blobs many models have, and the one that a card names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from blobstore.cold_blobs.base_search import (
+    MIN_SIMILAR,
+    named_bases,
+    neighbours,
+    normalized_names,
+    tensor_layers,
+)
+from blobstore.core import interrupts
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Final
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+    from blobstore.store.reachability import ManifestState, ReachableBlobs
+
+_FAMILY: Final = 64
+"""Models of one layout that are all considered."""
+_CHOSEN: Final = 16
+"""Of more, so many of the oldest, and of those whose blobs most models have."""
+
+
+class Relatives:
+    """The models of a store by the layouts of their tensors."""
+
+    def __init__(self, store: LocalStore, reachable: ReachableBlobs) -> None:
+        """Take what was read of the store's manifests."""
+        self._store = store
+        self._references = reachable.references
+        self.states: Mapping[Reference, ManifestState] = dict(reachable.by_name())
+        """The manifests by name."""
+        self._layouts: dict[bytes, list[Reference]] = defaultdict(list)
+        for name, state in self.states.items():
+            self._layouts[state.known.layout].append(name)
+        self._uses: Counter[int] | None = None
+
+    def find(
+        self,
+        chosen: Mapping[Reference, Manifest],
+        is_useful: Callable[[Descriptor], bool],
+        *,
+        with_similar: bool,
+    ) -> dict[Reference, Manifest]:
+        """Return the manifests of models with a blob that is of use, and of those similar to ``chosen``, if asked.
+
+        Manifests that cannot be read are left out.
+        """
+        found = dict(chosen)
+        kinds = [_kind(manifest) for manifest in chosen.values()] if with_similar else []
+        for members in self._layouts.values():
+            interrupts.check()
+            first = next(self._read(members, found), None)
+            if first is None:
+                continue
+            name, manifest = first
+            kind = _kind(manifest)
+            layers = (layer._replace(digest=Digest("")) for layer in manifest.layers)
+            if kind and any(map(is_useful, layers)):
+                found.update(self._read(members, found))
+            elif any(_size(kind & other) >= MIN_SIMILAR * _size(other) for other in kinds if kind):
+                found[name] = manifest
+                found.update(self._read(self._some(members, chosen), found))
+        return found
+
+    def uses(self, layers: Iterable[Descriptor]) -> dict[Digest, int]:
+        """Return how many models have each of some blobs."""
+        counts, number = self._counts(), self._references.number
+        return {layer.digest: counts[number(layer.digest)] for layer in layers}
+
+    def _counts(self) -> Counter[int]:
+        if self._uses is None:
+            self._uses = Counter()
+            for state in self.states.values():
+                self._uses.update(state.known.blobs)
+        return self._uses
+
+    def _read(
+        self, names: Iterable[Reference], known: Mapping[Reference, Manifest]
+    ) -> Iterator[tuple[Reference, Manifest]]:
+        for name in names:
+            with contextlib.suppress(BlobstoreError):  # removed since, or damaged
+                yield name, known[name] if name in known else self._store.parse(name)[1]
+
+    def _some(
+        self, family: Sequence[Reference], chosen: Mapping[Reference, Manifest]
+    ) -> Iterable[Reference]:
+        """Return those of the models of one layout that may be the bases of the chosen ones."""
+        if len(family) <= _FAMILY:
+            return family
+        counts, sizes = self._counts(), self._references.sizes
+
+        def age(name: Reference) -> tuple[float, Reference]:
+            return self.states[name].state.modified, name
+
+        def rank(name: Reference) -> tuple[int, Reference]:
+            blobs = self.states[name].known.blobs
+            return -sum(sizes[blob] * counts[blob] for blob in blobs), name
+
+        named = {
+            text for manifest in chosen.values() for text in named_bases(self._store, manifest)
+        }
+        some = {name for name in family if not named.isdisjoint(normalized_names(name))}
+        some.update(sorted(family, key=age)[:_CHOSEN], sorted(family, key=rank)[:_CHOSEN])
+        for name in chosen.keys() & self.states.keys():
+            some.update(neighbours(name, family, age))
+        return some
+
+
+def _kind(manifest: Manifest) -> frozenset[tuple[str, int]]:
+    return frozenset((layer.name, layer.size) for layer in tensor_layers(manifest).values())
+
+
+def _size(kind: frozenset[tuple[str, int]]) -> int:
+    return sum(size for _, size in kind)
