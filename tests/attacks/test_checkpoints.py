@@ -25,7 +25,7 @@ from tests.support.checkpoints import (
     zip_file,
 )
 from tests.support.folders import contents
-from tests.unit.cli.running import run_process
+from tests.unit.cli.running import run_forked
 
 CASES = json.loads((FOLDER / "index.json").read_bytes())
 CODE = [case for case in CASES if case["canary"]]
@@ -203,11 +203,11 @@ def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
 ) -> None:
     store = tmp_path / "store"
     kept = FOLDER / "ok_unicode.pt"
-    assert run_process("create", kept, "kept", "--store", store).returncode == 0
+    assert run_forked("create", kept, "kept", "--store", store).returncode == 0
     before = contents(tmp_path)
     canary = tmp_path / "canary"
     path = FOLDER / name
-    done = run_process("create", path, "m", "--store", store, PTH_CANARY=str(canary))
+    done = run_forked("create", path, "m", "--store", store, PTH_CANARY=str(canary))
     assert done.returncode == (1 if name in INTACT else 4)
     assert not done.stdout
     (line,) = done.stderr.decode().splitlines()

@@ -10,6 +10,7 @@ import pty
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from unittest.mock import patch
 from click.testing import CliRunner, Result
 
 from blobstore.cli.main import program
+from tests.faults.processes import LIMIT, nursery
 
 _ROOT = Path(__file__).parents[3]
 # A test run in the background of a script inherits an ignored SIGINT, which commands respect.
@@ -101,6 +103,19 @@ def run_process(*arguments: object, **variables: str) -> subprocess.CompletedPro
         timeout=240,
         check=False,
     )
+
+
+def run_forked(*arguments: object, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Do as :func:`run_process`, with a process that is forked from one that has imported all."""
+    command = ["blobstore", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        pid = nursery().fork(command, output, errors, environment=environment(**variables))
+        ended = nursery().ask({"do": "wait", "pid": pid, "seconds": LIMIT})
+        assert ended["code"] is not None, f"{command} hangs"
+        return subprocess.CompletedProcess(
+            command, ended["code"], output.read_bytes(), errors.read_bytes()
+        )
 
 
 def on_terminal(code: str, *arguments: object, exit_code: int = 0, **variables: str) -> bytes:

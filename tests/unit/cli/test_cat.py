@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import LAUNCHER, on_terminal, run, run_json, run_process
+from tests.unit.cli.running import LAUNCHER, on_terminal, run, run_forked, run_json
 
 
 def test_prints_a_file_byte_for_byte(stored: LocalStore, dense: Path) -> None:
     for name in ("config.json", "merges.txt"):
-        assert run_process("cat", "dense", name).stdout == (dense / name).read_bytes()
+        assert run_forked("cat", "dense", name).stdout == (dense / name).read_bytes()
 
 
 def test_prints_large_and_binary_files(store: LocalStore, dense: Path) -> None:
@@ -18,7 +18,7 @@ def test_prints_large_and_binary_files(store: LocalStore, dense: Path) -> None:
     (dense / "model.onnx").write_bytes(data)
     run("create", dense, "dense", "--keep", "*.onnx")
 
-    assert run_process("cat", "dense", "model.onnx").stdout == data
+    assert run_forked("cat", "dense", "model.onnx").stdout == data
     assert run_json("cat", "dense", "model.onnx")["text"] is None
 
 

@@ -23,7 +23,7 @@ from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.training import first_weights, steps
-from tests.unit.cli.running import command_line, environment, run, run_json, run_process
+from tests.unit.cli.running import command_line, environment, run, run_forked, run_json
 from tests.unit.operations.export.folders import NAME, add_layers
 
 SECONDS = 240
@@ -109,7 +109,7 @@ def test_a_command_uses_the_store_that_follows(
     names = shlex.join(command_line("list", "--quiet"))
     arguments = ("follow", "policy", origin.root, "--once", "--exec", names)
 
-    followed = run_process(*arguments, "--store", "other")
+    followed = run_forked(*arguments, "--store", "other")
 
     assert followed.stderr == b"policy:latest\n"
     assert run("list", "--quiet").stdout == ""
@@ -176,7 +176,7 @@ def test_a_revision_of_the_hub_is_followed(store: LocalStore, tmp_path: Path) ->
         arguments = ("follow", "model", "hf://org/model", "--once", "--json", "--keep-last=9")
 
         def ask() -> dict[str, str]:
-            done = run_process(*arguments, **variables)
+            done = run_forked(*arguments, **variables)
             assert done.returncode == 0, done.stderr
             found: dict[str, str] = json.loads(done.stdout)
             return found
@@ -205,14 +205,14 @@ def test_the_record_of_a_model_that_somebody_else_has_made_may_have_any_options(
         repository = server.add("org/model", write_folder(tmp_path / "first", dense_tensors()))
         variables = of_hub(server, tmp_path)
         arguments = ("follow", str(NAME), "hf://org/model", "--once")
-        assert run_process(*arguments, **variables).returncode == 0
+        assert run_forked(*arguments, **variables).returncode == 0
         record = read_source_record(store, store.resolve(NAME))
         assert record is not None
         forged = replace(record, options={"jobs": 5}).to_bytes()
         add_layers(store, (media_types.SOURCE, "", forged))
         before = store.read_manifest(NAME)
         repository.commit = "1" * 40
-        done = run_process(*arguments, **variables)
+        done = run_forked(*arguments, **variables)
     assert done.returncode == 4
     assert b"options that create does not record" in done.stderr
     assert store.read_manifest(NAME) == before

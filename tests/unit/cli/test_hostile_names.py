@@ -19,7 +19,7 @@ from blobstore.operations.describe import list as listing
 from blobstore.operations.maintenance import verify
 from blobstore.operations.maintenance.verify import Fault, Verified
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import run, run_json, run_process
+from tests.unit.cli.running import run, run_forked, run_json, run_process
 
 LONG = "long." + "n" * 70_000 + ".weight"
 HOSTILE = {
@@ -80,7 +80,7 @@ def commands(path: Path) -> list[list[object]]:
 
 def test_nothing_unprintable_is_shown(hostile: Path) -> None:
     for command in commands(hostile):
-        done = run_process(*command)
+        done = run_forked(*command)
         assert done.returncode == 0, done.stderr
         assert_clean(done.stdout)
         assert_clean(done.stderr)
@@ -117,12 +117,12 @@ def test_damage_is_reported_on_clean_lines(hostile: Path, store: LocalStore) -> 
     for layer in store.resolve(Reference.parse("hostile")).layers:
         (store.folder("blobs") / layer.digest.file_name).unlink()
     for command in (["show", "hostile"], ["show", "hostile", "--layers"], ["verify"]):
-        done = run_process(*command)
+        done = run_forked(*command)
         assert done.returncode == 4
         assert_clean(done.stdout)
         assert_clean(done.stderr)
         assert len(max((done.stdout + done.stderr).split(b"\n"), key=len)) < 2000
-    done = run_process("verify", "--json")
+    done = run_forked("verify", "--json")
     layers = {fault["layer"] for fault in json.loads(done.stdout)["faults"]}
     assert layers == {*HOSTILE.values(), media_types.SOURCE}
 

@@ -14,7 +14,7 @@ from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.ollama_store import ADAPTER, PROJECTOR, add_gguf_model
 from tests.support.processes import start
-from tests.unit.cli.running import command_line, environment, run, run_json, run_process
+from tests.unit.cli.running import command_line, environment, run, run_forked, run_json, run_process
 
 needs_server = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
 
@@ -98,7 +98,7 @@ def test_a_program_of_another_environment_gets_a_folder(
 ) -> None:
     # What is under test is which words the program gets.
     variables = install("vllm", tmp_path, 'echo "$1"; ls "$2"')
-    done = run_process("run", "dense", "--with", "vllm", **variables)
+    done = run_forked("run", "dense", "--with", "vllm", **variables)
     word, *files = done.stdout.decode().split()
     assert word == "serve"
     assert "config.json" in files
@@ -178,13 +178,13 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
 
     # What is under test is which words the program gets.
     variables = install("llama-server", tmp_path, 'echo "$@"')
-    done = run_process("run", "tiny", "--", "--port", "9", **variables)
+    done = run_forked("run", "tiny", "--", "--port", "9", **variables)
     _, path, *rest = done.stdout.decode().split()
     assert Path(path).read_bytes() == content
     assert Path(path).is_relative_to(tmp_path / "cache/blobstore/run")
     assert rest == ["--port", "9"]
     assert b"curl http://127.0.0.1:9/v1/chat/completions" in done.stderr
-    assert run_process("run", "tiny", **variables).returncode == 0
+    assert run_forked("run", "tiny", **variables).returncode == 0
     result = run("run", "tiny", "--with", "mlx-lm", exit_code=2)
     assert "llama.cpp serves models from GGUF files" in result.stderr
 
@@ -207,14 +207,14 @@ def test_llama_cpp_gets_an_option_for_each_role(store: LocalStore, tmp_path: Pat
     run("create", tmp_path / "in", "x")
     # What is under test is which words the program gets.
     variables = install("llama-server", tmp_path, 'echo "$@"')
-    words = run_process("run", "x", **variables).stdout.decode().split()
+    words = run_forked("run", "x", **variables).stdout.decode().split()
     shown = [word.rpartition("/")[2] for word in words]
     assert " ".join(shown) == (
         "-m x-Q8_0.gguf --mmproj vision.gguf --lora one.gguf --lora two.gguf "
         "--control-vector steer.gguf --model-draft mtp.gguf --spec-type draft-mtp"
     )
     run("create", tmp_path / "in" / "vision.gguf", "vision")
-    refused = run_process("run", "vision", **variables)
+    refused = run_forked("run", "vision", **variables)
     assert b"no model to serve: the role of vision.gguf is projector" in refused.stderr
 
 
@@ -226,8 +226,8 @@ def test_a_frozen_gguf_model_is_copied_and_stays_frozen(store: LocalStore, tmp_p
     # What is under test is which file the program gets.
     variables = install("llama-server", tmp_path, 'cat "$2"')
 
-    first = run_process("run", "tiny", **variables)
-    again = run_process("run", "tiny", **variables)  # from the file that was written then
+    first = run_forked("run", "tiny", **variables)
+    again = run_forked("run", "tiny", **variables)  # from the file that was written then
 
     assert first.stdout == again.stdout == content
     assert b"note: llama.cpp reads files: a copy of 262 kB is in " in first.stderr
@@ -235,10 +235,10 @@ def test_a_frozen_gguf_model_is_copied_and_stays_frozen(store: LocalStore, tmp_p
     assert store.frozen() == frozen
     (file,) = (tmp_path / "cache").rglob("*.gguf")
     file.unlink()
-    assert run_process("run", "tiny", **variables).stdout == content
+    assert run_forked("run", "tiny", **variables).stdout == content
     file.unlink()
     file.symlink_to("gone")
-    assert run_process("run", "tiny", **variables).stdout == content
+    assert run_forked("run", "tiny", **variables).stdout == content
 
 
 def test_copies_are_in_du_and_gc_removes_them_unless_a_server_runs(
@@ -292,10 +292,10 @@ def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_ag
     variables = install("llama-server", tmp_path, 'cat "${2%/*}"/*.gguf')
     content = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
 
-    assert run_process("run", "tiny", **variables).stdout == content
+    assert run_forked("run", "tiny", **variables).stdout == content
     (part,) = (tmp_path / "cache").rglob("*-00002-of-*")
     part.unlink()
-    assert run_process("run", "tiny", **variables).stdout == content
+    assert run_forked("run", "tiny", **variables).stdout == content
 
 
 @pytest.mark.skipif(

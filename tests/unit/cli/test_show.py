@@ -25,7 +25,7 @@ from tests.support.models import (
 )
 from tests.support.ollama_store import add_gguf_model
 from tests.support.published import write_published
-from tests.unit.cli.running import run, run_json, run_process
+from tests.unit.cli.running import run, run_forked, run_json, run_process
 
 NAMES = sorted(dense_tensors())
 DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "bool": "BOOL"} | {
@@ -158,7 +158,7 @@ def test_prints_the_manifest_byte_for_byte(stored: LocalStore) -> None:
     path = stored.manifest_path(Reference.parse("dense"))
     data = path.read_bytes().replace(b'{"schema', b' {\t"x":"\xe2\x80\xae\\u0000",\r\n"schema')
     path.write_bytes(data)
-    assert run_process("show", "dense", "--manifest").stdout == data
+    assert run_forked("show", "dense", "--manifest").stdout == data
     assert run("show", "dense", "--manifest").stdout_bytes == data
 
 

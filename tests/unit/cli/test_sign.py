@@ -7,7 +7,7 @@ import pytest
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.signing import KeyFiles, key_files, policy, public_key
-from tests.unit.cli.running import run, run_json, run_process
+from tests.unit.cli.running import run, run_forked, run_json
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_reads_the_passphrase_from_the_environment(
     key = key_files(tmp_path, passphrase=b"secret").private
     arguments = ("sign", "model", "--key", key, "--store", store.root)
 
-    refused = run_process(*arguments)
+    refused = run_forked(*arguments)
     assert refused.returncode == 2
     assert b"set BLOBSTORE_KEY_PASSPHRASE" in refused.stderr
     monkeypatch.setenv("BLOBSTORE_KEY_PASSPHRASE", "wrong")

@@ -12,7 +12,7 @@ from blobstore.operations.describe.show import model_source
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
-from tests.unit.cli.running import run_process
+from tests.unit.cli.running import run_forked
 from tests.unit.sources.test_gguf_models import write
 
 
@@ -109,7 +109,7 @@ def test_a_repository_is_imported_by_its_address(tmp_path: Path, store: LocalSto
         variables = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
 
         def create(*words: str, status: int = 0) -> str:
-            done = run_process("create", *words, "--store", store.root, **variables)
+            done = run_forked("create", *words, "--store", store.root, **variables)
             assert done.returncode == status, done.stderr
             return (done.stdout + done.stderr).decode()
 
