@@ -24,7 +24,7 @@ STEPS = 10
 RUN = [f"run:{number}" for number in range(STEPS)]
 RATE = 3e-6
 """Changes about 1 % of the weights in bf16."""
-TENSORS = 20
+TENSORS = 10
 _OTHER = 2 << 10
 """Bytes that a blob takes on the wire otherwise: requests, responses, manifests."""
 

@@ -36,6 +36,8 @@ TENSORS = {
     "empty": np.zeros((0, 3), np.float16),
 }
 CONFIG = {"model_type": "toy", "author": "Zoë"}
+# The code of an error that a save may raise.
+EXPECTED = "blobstore.BlobstoreError('the disk\\nis full')"
 
 
 def converted(framework: str, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -291,21 +293,23 @@ def test_a_process_that_is_forked_during_a_background_save_can_end(store: LocalS
     reason="this Python has no saves to wait for at its end",
 )
 @pytest.mark.parametrize(
-    ("end", "is_reported"),
+    ("end", "error", "is_reported"),
     [
-        ("", True),  # the interpreter waits for it
-        ("wait([future])", True),
-        ("sys.exit(0)", True),
-        ("future.exception()", False),
-        ("future.add_done_callback(lambda it: (time.sleep(0.2), it.exception()))", False),
-        ("asyncio.run(asked(future))", False),
+        ("", EXPECTED, True),  # the interpreter waits for it
+        ("", "ZeroDivisionError", True),
+        ("wait([future])", EXPECTED, True),
+        ("sys.exit(0)", "ZeroDivisionError", True),
+        ("future.exception()", "ZeroDivisionError", False),
+        (
+            "future.add_done_callback(lambda it: (time.sleep(0.2), it.exception()))",
+            EXPECTED,
+            False,
+        ),
+        ("asyncio.run(asked(future))", EXPECTED, False),
     ],
 )
-@pytest.mark.parametrize(
-    "error", ["blobstore.BlobstoreError('the disk\\nis full')", "ZeroDivisionError"]
-)
 def test_an_error_of_a_background_save_that_nobody_asks_for_fails_the_process(
-    tmp_path: Path, error: str, end: str, *, is_reported: bool
+    tmp_path: Path, end: str, error: str, *, is_reported: bool
 ) -> None:
     program = f"""
 import asyncio, atexit, sys, time, numpy, blobstore
