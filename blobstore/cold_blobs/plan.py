@@ -203,7 +203,7 @@ def _choose_bases(
         # In a store, a base has no base itself.
         if chains or (digest not in bases and blob.digest not in deltas)
     }
-    for reference in set(hot) - plan.bases.keys():
+    for reference in hot:
         found = _holder(plan, reference, layers)
         if found is not None:
             plan.bases[reference] = found
@@ -212,7 +212,10 @@ def _choose_bases(
 def _holder(
     plan: FreezePlan, reference: Reference, layers: Mapping[Reference, Mapping[str, Descriptor]]
 ) -> Reference | None:
-    """Return the other model that has most of the bases of a model's blobs: of a quantization, its parent."""
+    """Return the other model that has most of the bases of a model's blobs: of a quantization, its parent.
+
+    The one that was looked for is preferred.
+    """
     wanted = {
         plan.base_blobs[digest] for digest in plan.models[reference] if digest in plan.base_blobs
     }
@@ -221,5 +224,6 @@ def _holder(
         for other, theirs in layers.items()
         if wanted and other != reference
     }
-    best = min(sizes, key=lambda other: (-sizes[other], other), default=None)
+    likely = plan.bases.get(reference)
+    best = min(sizes, key=lambda other: (-sizes[other], other != likely, other), default=None)
     return best if best is not None and sizes[best] else None

@@ -14,12 +14,12 @@ from typing import Any
 
 import blobstore
 from tests.real.packages import package
+from tests.support.ggml import LLAMA_CPP
 from tests.support.ports import free_port
 from tests.support.processes import start
 from tests.unit.cli.running import command_line, environment
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LLAMA_CPP = "xllamacpp==2026.10.11549"
 SECONDS = 240
 TOKENS = 8
 PROGRAM = """#!{python}
