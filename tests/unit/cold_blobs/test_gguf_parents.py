@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -24,6 +24,7 @@ from tests.support.ladders import (
     COLUMNS,
     LADDER,
     ROWS,
+    Array,
     as_float32,
     block_blob,
     coded_blob,
@@ -340,10 +341,13 @@ def test_blocks_that_are_the_base_of_many_have_no_parent(store: LocalStore) -> N
     assert found == {base: None, **dict.fromkeys(tuned.values(), base)}
 
 
-def test_the_weights_stay_as_long_as_blocks_need_them(store: LocalStore) -> None:
+@pytest.mark.parametrize("make", [block_blob, coded_blob])
+def test_the_weights_stay_as_long_as_blocks_need_them(
+    store: LocalStore, make: Callable[[str, str, Array], bytes]
+) -> None:
     matrix = source(1)
     parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
-    blobs = {NAME: block_blob(NAME, "Q5_0", matrix)}
+    blobs = {NAME: make(NAME, "Q5_0", matrix)}
     put(store, "q", blobs)
     freeze_models(["q"], store=store)
     remove_models(["weights"], store=store)

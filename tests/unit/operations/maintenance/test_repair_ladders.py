@@ -15,13 +15,14 @@ from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, flip_in_place, forms_of, layers
-from tests.support.ladders import block_blob, source, weight_blob
+from tests.support.ladders import block_blob, coded_blob, source, weight_blob
 from tests.support.models import add_blobs
 
 NAME = "blk.0.ffn_up.weight"
 TYPES = ("Q8_0", "Q4_0", "MXFP4")
 MATRIX = source(1)
 LADDER = {name.lower(): block_blob(NAME, name, MATRIX) for name in TYPES}
+LADDER["q4_k"] = coded_blob(NAME, "Q4_K", MATRIX)  # of which scales are kept
 
 
 def put(store: LocalStore) -> None:

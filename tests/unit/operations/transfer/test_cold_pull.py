@@ -16,7 +16,7 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 from blobstore.store.partial import PartialBlob
-from tests.support import frozen
+from tests.support import frozen, ladders
 from tests.support.cold import cold
 from tests.support.cold_registry import REPOSITORY, ColdCase
 from tests.support.models import add_blobs
@@ -91,6 +91,26 @@ def test_a_model_with_similar_layers_is_pushed_and_pulled_as_deltas(
     assert target.read_manifest("twins") == origin.read_manifest("twins")
     assert pushed.bytes_cold < len(data)
     assert pulled.bytes_saved > len(data)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_k_quant_is_pulled_as_its_scales_by_who_has_the_weights(
+    tmp_path: Path, remote: str, is_frozen: bool
+) -> None:
+    matrix = ladders.source(1)
+    quantized = ladders.coded_blob("x", "Q4_K", matrix)
+    origin, target = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "target")
+    for store in (origin, target):
+        add_blobs(store, "weights", {"y": ladders.weight_blob("y", matrix)})
+    add_blobs(origin, "q", {"x": quantized})
+    if is_frozen:
+        blobstore.freeze("q", store=origin)
+    blobstore.push("q", remote, store=origin, cold=True, base="weights")
+    pulled = blobstore.pull(remote, "q", store=target)
+    if is_frozen:
+        assert pulled.bytes_fetched < len(quantized) / 5
+    item = frozen.layers(target, "q")["x"]
+    assert target.read_blob(item.digest, item.size) == quantized
 
 
 @pytest.mark.parametrize("has_space", [True, False])
