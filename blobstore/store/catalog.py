@@ -5,6 +5,7 @@ A manifest is parsed only if this user has not read it before; see :mod:`blobsto
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -145,7 +146,10 @@ class _Reader:
         if known := self.references.copied(version, digest):
             return known
         data, manifest = self._parse(reference)
-        return self.references.add(version, Digest.of(data), manifest)
+        config = None
+        with contextlib.suppress(BlobstoreError):  # reported where the model is used
+            config = self._store.checked_config(data, manifest)
+        return self.references.add(version, Digest.of(data), manifest, config=config)
 
     def _manifest(self, reference: Reference, known: KnownManifest | None) -> Manifest | None:
         try:

@@ -91,15 +91,23 @@ class ManifestReader(BlobReader):
         Raises:
             InvalidManifest: it has changed.
         """
+        return self.checked_config(data, manifest) is not None
+
+    def checked_config(self, data: bytes, manifest: Manifest) -> bytes | None:
+        """Return the config that :meth:`check_manifest` compares with; None if it cannot be read.
+
+        Raises:
+            InvalidManifest: it has changed.
+        """
         config = manifest.config
         try:
             # With the size of the file, because the size in the manifest may be what has changed.
             size = os.lstat(self.blob_path(config.digest)).st_size
             content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
         except (BlobstoreError, OSError):
-            return False
+            return None
         check_layers(data, content)
-        return True
+        return content
 
     def read_manifest(self, reference: str | Reference) -> bytes:
         """Return the bytes of a manifest, at most 64 MiB, unparsed.

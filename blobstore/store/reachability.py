@@ -203,13 +203,13 @@ class ReachableBlobs:
             data = read_regular(path, MAX_MANIFEST_SIZE)
             self._descriptors.forget()
             manifest = Manifest.from_bytes(data, self._descriptors)
-            is_checked = self._store.check_manifest(data, manifest)
+            config = self._store.checked_config(data, manifest)
         except BlobstoreError as error:
             # One manifest that cannot be read is enough to stop, because any blob may be one of its
             # own.
             raise InvalidManifest(self._unknown(path, error.message)) from None
-        known = self.references.add(version, Digest.of(data), manifest, is_checked=is_checked)
-        lost = None if is_checked else str(layers_digest(manifest.layers))
+        known = self.references.add(version, Digest.of(data), manifest, config=config)
+        lost = None if config is not None else str(layers_digest(manifest.layers))
         return ManifestState(version, known, lost)
 
     def _unknown(self, path: str, why: str | None) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, open_own, read_exactly, write_file
 from blobstore.manifests import media_types
+from blobstore.manifests.model import PUBLISHED_SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
 
-_MAGIC: Final = f"references 3 {sys.byteorder} ".encode()
+_MAGIC: Final = f"references 4 {sys.byteorder} ".encode()
 _COUNTS: Final = struct.Struct("=3Q")
-_MANIFEST: Final = struct.Struct("=3Q2q32s8sII?")
+_MANIFEST: Final = struct.Struct("=3Q2q32s8sII??")
+_KEY: Final = PUBLISHED_SCHEME.encode()
 _MAX_BYTES: Final = 1 << 32
 _MARGIN_NS: Final = 3 * 10**9
 """A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
@@ -51,6 +53,8 @@ class KnownManifest(NamedTuple):
     """How many of the first of these are not tensors, or not only tensors."""
     is_checked: bool = False
     """Whether the manifest was the one that its config promises."""
+    is_unpublished: bool = False
+    """Whether its config names no quantization of a model that is kept as published."""
     layout: bytes = b""
     """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
     other_sizes: Mapping[int, int] = {}
@@ -84,7 +88,7 @@ class References:
     def sizes_in(self, manifest: KnownManifest) -> list[int]:
         """Return the bytes of the blobs of a manifest, as it states them."""
         sizes, others = self.sizes, manifest.other_sizes
-        found = [sizes[number] for number in manifest.blobs]
+        found = list(map(sizes.__getitem__, manifest.blobs))
         if others:
             found = [others.get(n, size) for n, size in zip(manifest.blobs, found, strict=True)]
         return found
@@ -115,11 +119,11 @@ class References:
         digest: Digest,
         manifest: Manifest,
         *,
-        is_checked: bool = False,
+        config: bytes | None = None,
     ) -> KnownManifest:
         """Return the blobs of a manifest by their numbers; keep them for its file, unless that is too young.
 
-        A manifest that states other sizes than those before is not kept.
+        ``config`` is the content of its config, if the manifest was checked against that. A manifest that states other sizes than those before is not kept.
         """
         layers, tensor = manifest.layers, media_types.TENSOR
         blobs = {one.digest: one.size for one in layers if one.media_type != tensor}
@@ -129,7 +133,11 @@ class References:
         numbers = array("I", [self.number(blob, size) for blob, size in blobs.items()])
         stated = zip(numbers, blobs.values(), strict=True)
         sizes = {number: size for number, size in stated if size != self.sizes[number]}
-        known = KnownManifest(digest, numbers, others, is_checked, _layout(layers), sizes)
+        is_checked = config is not None
+        is_unpublished = config is not None and _KEY not in config and b"\\" not in config
+        known = KnownManifest(
+            digest, numbers, others, is_checked, is_unpublished, _layout(layers), sizes
+        )
         if not sizes:
             self._keep(version, known)
         return known
@@ -169,6 +177,7 @@ class References:
                     len(known.blobs),
                     known.others,
                     known.is_checked,
+                    known.is_unpublished,
                 )
                 for version, known in kept.items()
             ),
@@ -212,18 +221,18 @@ class References:
             data = data[width:]
         numbers = array("I", bytes(parts[4]))
         records = list(_MANIFEST.iter_unpack(parts[3]))
-        counts = [count for *_, count, _, _ in records]
+        counts = [count for *_, count, _, _, _ in records]
         if sum(counts) != references or max(numbers, default=0) >= max(blobs, 1):
             return
-        if not all(0 < others <= count for *_, count, others, _ in records):
+        if not all(0 < others <= count for *_, count, others, _, _ in records):
             return  # a manifest has a config at least
         self._digests, self._numbers = bytearray(parts[1]), None
         self.sizes = array("Q", bytes(parts[2]))
         end = 0
-        for *version, spelled, layout, count, others, is_checked in records:
+        for *version, spelled, layout, count, others, is_checked, is_unpublished in records:
             begin, end = end, end + count
             digest, found = Digest(spelled.hex()), numbers[begin:end]
-            known = KnownManifest(digest, found, others, is_checked, layout)
+            known = KnownManifest(digest, found, others, is_checked, is_unpublished, layout)
             self._manifests[FileVersion(*version)] = self._by_digest[known.digest] = known
 
 

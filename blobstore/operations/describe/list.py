@@ -89,6 +89,9 @@ def choose_models(
     """Return those models that are chosen by name and digest, as :func:`list_models` does."""
     entries = read_catalog(store, on_error=on_error)
     counts = Holdings(store, entries).counts
+    # Summed by number without a loop in Python: there may be millions of references.
+    all_sizes = entries[0].references.sizes if entries else ()
+    shared = [size if counts[number] > 1 else 0 for number, size in enumerate(all_sizes)]
     frozen = store.frozen()
     keys = policy_keys(store) if read_signatures else ()
 
@@ -96,17 +99,24 @@ def choose_models(
         reference, modified = entry.reference, entry.modified
         if entry.known is None:
             return ListedModel(reference=reference, modified=modified, error=entry.error)
-        numbers, sizes = entry.known.blobs, entry.references.sizes_in(entry.known)
-        config = BlobId(entry.references.digest(numbers[0]), sizes[0])
-        digest = entry.known.digest
+        numbers, digest = entry.known.blobs, entry.known.digest
+        sizes = entry.references.sizes_in(entry.known)
+        of_others = list(map(shared.__getitem__, numbers))
+        if entry.known.other_sizes:
+            pairs = zip(numbers, sizes, strict=True)
+            of_others = [size for number, size in pairs if counts[number] > 1]
+        scheme = None
+        if not entry.known.is_unpublished:
+            config = BlobId(entry.references.digest(numbers[0]), sizes[0])
+            scheme = scheme_in(store, config) or None
         return ListedModel(
             reference=reference,
             modified=modified,
             digest=digest,
             size=sum(sizes),
-            shared=sum(size for n, size in zip(numbers, sizes, strict=True) if counts[n] > 1),
+            shared=sum(of_others),
             frozen=sum(entry.blobs[blob] for blob in frozen & entry.blobs.keys()) if frozen else 0,
-            published_scheme=scheme_in(store, config) or None,
+            published_scheme=scheme,
             source=_source(store, entry) if read_sources else None,
             signatures=signatures_of(store, digest, keys) if read_signatures else (),
         )

@@ -2,21 +2,27 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, read_regular
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.list import list_models
+from blobstore.operations.describe.show import describe_model
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store import references
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
@@ -120,7 +126,7 @@ def one_reference(data: bytes) -> bytes:
     begin = 24 + 40 * blobs
     for number in range(manifests):
         end = begin + references._MANIFEST.size * (number + 1)
-        rest[end - 9 : end - 1] = struct.pack("=2I", 1, 1)
+        rest[end - 10 : end - 2] = struct.pack("=2I", 1, 1)
     end = begin + references._MANIFEST.size * manifests
     return checked(bytes(rest[:end]) + bytes(4 * manifests))
 
@@ -129,7 +135,7 @@ def no_blobs(data: bytes) -> bytes:
     """Say with a right checksum that a manifest has no blob, not even a config."""
     blobs, *_ = struct.unpack_from("=3Q", body(data))
     end = 24 + 40 * blobs + references._MANIFEST.size
-    return checked(body(data)[: end - 9] + bytes(8) + body(data)[end - 1 :])
+    return checked(body(data)[: end - 10] + bytes(8) + body(data)[end - 2 :])
 
 
 DAMAGES: dict[str, Damage] = {
@@ -137,7 +143,7 @@ DAMAGES: dict[str, Damage] = {
     "truncated": lambda data: data[:-1],
     "longer": lambda data: data + b"x",
     "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
-    "of another version": lambda data: data.replace(b"references 3", b"references 0"),
+    "of another version": lambda data: data.replace(b"references 4", b"references 0"),
     "no counts": lambda data: checked(b"x"),
     "counts beyond the end": lambda data: checked(struct.pack("=3Q", 2**60, 2**60, 2**60)),
     "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),
@@ -210,7 +216,7 @@ def say_that_it_was_read(store: LocalStore, name: str, data: bytes | None = None
     known = store.known_references()
     data = data or store.read_manifest(name)
     version = store.manifest_version(name)
-    known.add(version, Digest.of(data), Manifest.from_bytes(data), is_checked=True)
+    known.add(version, Digest.of(data), Manifest.from_bytes(data), config=b"{}")
     versions = map(store.manifest_version, store.references())
     known.save(version for version in versions if version is not None)
 
@@ -254,6 +260,56 @@ def test_gc_without_garbage_opens_no_manifest(
     add_blob(store, b"garbage")
     collect_garbage(store=store, older_than=0, force=True)
     assert len(opened) == 4
+
+
+OPENED: list[str] | None = None
+"""The paths that this process opens, if somebody asks."""
+
+
+def note_opened(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and OPENED is not None and isinstance(arguments[0], str | bytes | Path):
+        OPENED.append(os.fsdecode(arguments[0]))
+
+
+sys.addaudithook(note_opened)  # it cannot be removed
+
+
+def use_model(store: LocalStore) -> None:
+    with blobstore.open("c", store=store) as model:
+        model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        use_model,
+        lambda store: describe_model("c", store=store),
+        lambda store: verify_models(["c"], store=store),
+        lambda store: list_models(store=store),
+        lambda store: model_info("c", store=store),
+        lambda store: measure_usage(["c"], store=store),
+        lambda store: copy_model("c", "new", store=store),
+        lambda store: remove_models(["c"], store=store),
+        lambda store: collect_garbage(store=store),
+    ],
+    ids=["open", "show", "verify", "list", "info", "du", "cp", "rm", "gc"],
+)
+def test_a_command_on_one_model_opens_no_file_of_another(
+    store: LocalStore, command: Callable[[LocalStore], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {str(store.manifest_path("c"))}
+    own |= {store.blob_path(blob.digest) for blob in store.resolve("c").blobs}
+    others = {str(path) for name in ("blobs", "manifests") for path in files(store, name)} - own
+    assert len(others) == 3 + 3
+    opened: list[str] = []
+    monkeypatch.setattr(sys.modules[__name__], "OPENED", opened)
+    command(store)
+    assert opened
+    assert others.isdisjoint(opened)
+
+
+def files(store: LocalStore, name: Literal["blobs", "manifests"]) -> list[Path]:
+    return [path for path in store.folder(name).rglob("*") if path.is_file()]
 
 
 def test_a_file_that_others_can_write_or_that_is_a_link_is_ignored(store: LocalStore) -> None:
