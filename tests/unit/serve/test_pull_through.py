@@ -6,7 +6,7 @@ import contextlib
 import gc
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,10 @@ def through(store: LocalStore, tmp_path: Path) -> Iterator[PullThrough]:
         made.close()
 
 
-def answer_of(through: PullThrough, target: str) -> Response:
-    request = Request("GET", target)
+def answer_of(
+    through: PullThrough, target: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    request = Request("GET", target, headers or {})
     return prepared(lambda: answer(request, through._library, Access(), pull_through=through))
 
 
@@ -141,3 +143,39 @@ def test_a_branch_is_the_commit_to_which_it_has_moved_while_that_arrives(
                 assert found.headers["X-Repo-Commit"] == repo.commit
             finally:
                 repo.gates["model.safetensors"][1].set()
+
+
+def test_a_public_model_is_served_after_a_restart_while_the_upstream_is_gone(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """No right is known by then, but that everyone may read it is."""
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            token = {
+                "authorization": "Bearer hf_any"
+            }  # the first client has one, the next has none
+            assert answer_of(through, "/org/model/resolve/main/config.json", token).status == 200
+            for fetch in list(through._fetches.running.values()):
+                assert fetch.ended.wait(60)
+    through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+    with contextlib.closing(through):
+        assert ask(through, "/org/model/resolve/main/config.json") == 200
+        assert ask(through, "/org/other/resolve/main/config.json") == 502
+
+
+def test_an_absent_revision_takes_back_no_right_to_the_others(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/org/model/resolve/main/config.json") == 200
+            for fetch in list(through._fetches.running.values()):
+                assert fetch.ended.wait(60)
+            assert ask(through, "/org/model/resolve/none/config.json") == 404
+            asked = hub.requests.total()
+            assert ask(through, "/org/model/resolve/main/config.json") == 200
+            assert hub.requests.total() == asked
