@@ -6,6 +6,7 @@ import contextlib
 import gc
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 
 from blobstore.core import capacity
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
 from blobstore.serve import other_files
 from blobstore.serve.access import Access
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
+from blobstore.serve.model_files import commit_of
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.routes import answer
-from blobstore.serve.unprepared import prepared
+from blobstore.serve.unprepared import OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
@@ -179,3 +182,29 @@ def test_an_absent_revision_takes_back_no_right_to_the_others(
             asked = hub.requests.total()
             assert ask(through, "/org/model/resolve/main/config.json") == 200
             assert hub.requests.total() == asked
+
+
+def test_only_a_model_that_was_fetched_is_fetched_again_if_it_is_damaged(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    def found_damaged(model: str, revision: str = "main") -> int:
+        target = f"/org/{model}/resolve/{revision}/config.json"
+        request = Request("GET", target, damaged=time.monotonic())
+        return prepared(
+            lambda: answer(request, through._library, Access(), pull_through=through)
+        ).status
+
+    with HubServer() as hub:
+        folder = write_folder(tmp_path / "model", dense_tensors())
+        repo = hub.add("org/model", folder)
+        own = create(folder, "org/own", store=store)
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/org/model/resolve/main/config.json") == 200
+            for revision in ("main", repo.commit):
+                for fetch in list(through._fetches.running.values()):
+                    assert fetch.ended.wait(60)
+                assert found_damaged("model", revision) == 200
+            for revision in ("main", commit_of(own.digest)):
+                with pytest.raises(OnlyHere):
+                    found_damaged("own", revision)
