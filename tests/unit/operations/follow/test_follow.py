@@ -10,9 +10,10 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, UsageError
 from blobstore.objects.address import StoreAddress
-from blobstore.operations.follow.follow import Followed
+from blobstore.operations.follow.follow import Followed, _sleep
 from blobstore.store.local import LocalStore
 from blobstore.store.names import Names
 from tests.support.registry import Server, running_registry
@@ -268,3 +269,9 @@ def test_the_former_version_is_there_until_the_new_one_is_complete(
     trainer.step()
     next(found)
     assert seen == [first.digest]
+
+
+@pytest.mark.usefixtures("requested")
+def test_a_wait_for_the_next_version_ends_when_the_process_is_asked_to_stop() -> None:
+    with pytest.raises(Stopped):
+        _sleep(0.1, threading.Event())
