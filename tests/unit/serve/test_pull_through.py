@@ -20,6 +20,7 @@ from blobstore.serve.access import Access
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.model_files import commit_of
+from blobstore.serve.peers import Peer
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import OnlyHere, prepared
@@ -187,7 +188,7 @@ def test_an_absent_revision_takes_back_no_right_to_the_others(
 def test_only_a_model_that_was_fetched_is_fetched_again_if_it_is_damaged(
     store: LocalStore, tmp_path: Path
 ) -> None:
-    def found_damaged(model: str, revision: str = "main") -> int:
+    def found_damaged(through: PullThrough, model: str, revision: str) -> int:
         target = f"/org/{model}/resolve/{revision}/config.json"
         request = Request("GET", target, damaged=time.monotonic())
         return prepared(
@@ -204,7 +205,42 @@ def test_only_a_model_that_was_fetched_is_fetched_again_if_it_is_damaged(
             for revision in ("main", repo.commit):
                 for fetch in list(through._fetches.running.values()):
                     assert fetch.ended.wait(60)
-                assert found_damaged("model", revision) == 200
+                assert found_damaged(through, "model", revision) == 200
             for revision in ("main", commit_of(own.digest)):
                 with pytest.raises(OnlyHere):
-                    found_damaged("own", revision)
+                    found_damaged(through, "own", revision)
+
+
+@pytest.mark.parametrize("asks", ["an upstream", "peers"])
+def test_own_models_are_served_without_a_question(
+    asks: str, store: LocalStore, tmp_path: Path
+) -> None:
+    own = create(write_folder(tmp_path / "own", dense_tensors()), "org/own", store=store)
+    with HubServer() as hub:
+        upstream = Upstream.parse(hub.url) if asks == "an upstream" else None
+        peers = [] if upstream else [Peer.parse(hub.url)]
+        through = PullThrough(Library(store), upstream, peers=peers, fresh=300)
+        with contextlib.closing(through):
+            for revision in ("main", commit_of(own.digest)):
+                assert ask(through, f"/org/own/resolve/{revision}/config.json") == 200
+            assert ask(through, "/api/models/org/own/refs") == 200
+            assert not hub.requests
+
+
+def test_a_repository_is_asked_for_by_its_former_name_once(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        hub.renamed["org/old"] = "org/model"
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/org/old/resolve/main/config.json") == 200
+            for fetch in list(through._fetches.running.values()):
+                assert fetch.ended.wait(60)
+            asked = hub.requests.total()
+            for name in ("old", "model"):
+                assert ask(through, f"/org/{name}/resolve/main/config.json") == 200
+                assert ask(through, f"/api/models/org/{name}/refs") == 200
+            assert hub.requests.total() == asked
+        assert [str(one) for one in store.references()] == ["org/model:latest"]

@@ -167,6 +167,22 @@ def test_nothing_is_fetched_again_after_a_restart(
     assert (back.digest, back.bytes_fetched) == (digest_of(trainer.store), 0)
 
 
+def test_a_name_that_another_process_has_changed_gets_the_version_again(
+    tmp_path: Path, replica: LocalStore
+) -> None:
+    trainer, stop = Trainer(tmp_path), threading.Event()
+    found = blobstore.follow(
+        "policy", str(trainer.store.root), store=replica, interval=0.01, stop=stop
+    )
+    first = next(found)
+    blobstore.save({"a": first_weights(1)["model.norm.weight"]}, "policy", store=replica)
+    timer = threading.Timer(60, stop.set)  # it would wait for another version
+    timer.daemon = True
+    timer.start()
+    assert next(found).digest == first.digest == digest_of(replica)
+    timer.cancel()
+
+
 def test_the_last_versions_keep_tags_of_their_own(tmp_path: Path, replica: LocalStore) -> None:
     trainer = Trainer(tmp_path)
     blobstore.save(first_weights(1), "policy:latest-mine", store=replica)
