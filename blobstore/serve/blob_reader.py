@@ -82,6 +82,10 @@ class BlobReader:
         state = FileVersion.of_status(os.fstat(descriptor))
         return OpenBlob(descriptor, state, state == known)
 
+    def knows(self, part: BlobPart) -> bool:
+        """Return whether a blob was found intact. Its file may have changed since."""
+        return part.digest.hex in self._intact
+
     def open_stored(self, part: StoredPart) -> int:
         """Open the file of a cold blob, which was hashed when it was listed, and return its descriptor.
 

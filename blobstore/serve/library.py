@@ -342,10 +342,9 @@ class Library:
             self._descriptions[reference] = version, found
 
     def _read(self, reference: Reference, version: FileVersion) -> None:
-        data, manifest = self.store.parse(reference)
-        self.store.check_manifest(data, manifest)
+        model = ModelFiles.of(reference, self.store)
         # If it was replaced since, its version is another one, and it will be read again.
-        self._names[reference] = version, self._add(data, manifest)
+        self._names[reference] = version, self._add(model.data, model.manifest)
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
