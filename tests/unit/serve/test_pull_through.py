@@ -244,3 +244,25 @@ def test_a_repository_is_asked_for_by_its_former_name_once(
                 assert ask(through, f"/api/models/org/{name}/refs") == 200
             assert hub.requests.total() == asked
         assert [str(one) for one in store.references()] == ["org/model:latest"]
+
+
+@pytest.mark.parametrize("target", ["/org/none/resolve/main/f", "/api/models/org/none/refs"])
+def test_a_refusal_is_repeated_without_a_question(target: str, store: LocalStore) -> None:
+    with HubServer() as hub:
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, target) == 401
+            asked = hub.requests.total()
+            assert ask(through, target) == 401
+            assert hub.requests.total() == asked > 0
+
+
+def test_a_tag_that_may_not_be_served_is_not_fetched(store: LocalStore, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        library = Library(store, ["org/model:v1"])
+        through = PullThrough(library, Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/org/model/resolve/main/config.json") == 401
+            assert not through._fetches.running
+        assert not list(store.references())

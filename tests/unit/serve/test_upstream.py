@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import UsageError
+from blobstore.http.protocol import Span, TransientError
 from blobstore.operations.create.create import create
 from blobstore.serve.refusal import Refusal
-from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient
+from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient, _expected
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, write_folder
@@ -59,6 +60,14 @@ def test_other_addresses_are_refused(url: str) -> None:
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
     assert Revision("a" * 40, names, "org/model").probe == probe
+
+
+def test_of_an_answer_that_is_too_long_one_piece_comes_too_many() -> None:
+    pieces = [b"skip", b"ped one", b" two", b" three"]
+    found = _expected(iter(pieces), Span(8, 3), "file")
+    assert list(found) == [b"one", b" two"]  # the caller refuses the excess
+    with pytest.raises(TransientError, match="ended early"):
+        list(_expected(iter(pieces), Span(8, 30), "file"))
 
 
 @pytest.mark.parametrize(
@@ -120,3 +129,15 @@ def test_an_upstream_says_who_a_token_belongs_to(store: LocalStore, tmp_path: Pa
         pytest.raises(Refusal),  # it has no such route
     ):
         client.user()
+
+
+def test_a_refusal_has_the_name_to_which_the_upstream_led(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()), token="hf_right")
+        hub.renamed["org/old"] = "org/model"
+        with (
+            UpstreamClient(Upstream(hub.url), "", IMPATIENT) as client,
+            pytest.raises(Refusal) as refused,
+        ):
+            client.revision("org/old", "main")
+    assert refused.value.repository == "org/model"
