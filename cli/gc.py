@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     "Keep files written within TIME, such as 30m, 1h or 2d; 1h by default, and 7d for unfinished downloads."
 )
 @click.option(
-    "--force", is_flag=True, help="Remove blobs even if these are all or nearly all of the store."
+    "--force",
+    is_flag=True,
+    help="Remove blobs even if these are all or nearly all of the store, or of models whose manifests are lost.",
 )
 @click.option(
     "--remote",
@@ -45,8 +47,9 @@ def command(
     Other processes may continue to work: blobs that a running create, load or copy uses are kept,
     however old they are. If a manifest cannot be read, gc stops and removes nothing, because it
     cannot tell which blobs are in use. It does the same if there are blobs but no manifests, or if
-    it would remove over 90 % of all blobs, unless --force is given. Each file is listed with -v
-    and with --dry-run.
+    it would remove over 90 % of all blobs, unless --force is given. Blobs of a model whose manifest
+    was lost and not removed are kept, unless --force is given. Each file is listed with -v and with
+    --dry-run.
     """
     if remote is not None:
         _collect_objects(remote, older_than, out, dry_run=dry_run, force=force)
@@ -164,4 +167,6 @@ def _reason(blobs: Sequence[KeptBlob]) -> str:
         return f"in use by PID {', '.join(map(str, processes))}" if processes else "in use"
     if reason == "base":
         return 'bases of frozen blobs; run "blobstore thaw" on their models first to free that'
+    if reason == "lost manifest":
+        return "of models whose manifests are lost; 'blobstore repair' restores them"
     return "perhaps configs of damaged manifests; repair these"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FAULT_FIELDS = "reference layer tensor message blob"
 _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
+_LOST = "'blobstore repair' restores lost manifests; 'blobstore rm NAME' forgets a name that is not wanted"
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
@@ -127,7 +128,10 @@ def command(
     out.result(data, [*map(_signed_text, signed), _as_text(verified, quick=quick)])
     if verified.damaged:
         output.show_note(_ADVICE)
-    if any(not fault.blob for fault in verified.faults):
+    lost = set(map(str, verified.lost))
+    if lost:
+        output.show_note(_LOST)
+    if any(not fault.blob and fault.reference not in lost for fault in verified.faults):
         output.show_note(f"for manifests: {ADVICE}")
     for error in unreadable:
         output.show_error(str(error))

@@ -12,8 +12,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
-from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.reference import Reference
 from blobstore.store.references import KnownManifest, References
@@ -91,6 +92,14 @@ def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> li
     store.check_root()
     reader = _Reader(store, References())
     return [reader.entry(name) for name in dict.fromkeys(map(Reference.of, references))]
+
+
+def lost_entry(reference: Reference) -> CatalogEntry:
+    """Return the entry of a name whose manifest is lost."""
+    error = InvalidManifest(f"the manifest of {quote(reference)} is lost")
+    return CatalogEntry(
+        reference=reference, modified=0, error=error, references=References(), read=lambda: None
+    )
 
 
 def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:

@@ -28,6 +28,7 @@ Folder = Literal[
     "bases",
     "headers",
     "history",
+    "published",
     "partial",
     "remotes",
     "signatures",
@@ -66,6 +67,8 @@ class Layout:
         """The header index, a cache."""
         self.history = root / ".blobstore" / "history"
         """Former manifests of names; see :mod:`blobstore.store.history`."""
+        self.published = root / ".blobstore" / "published"
+        """Second links of manifests, below host, namespace and model; see :mod:`blobstore.store.published`."""
         self.partial = root / ".blobstore" / "partial"
         """Unfinished downloads; see :mod:`blobstore.store.partial`."""
         self.remotes = root / ".blobstore" / "remotes"

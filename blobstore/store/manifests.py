@@ -146,6 +146,11 @@ class ManifestReader(BlobReader):
             similar = similar_names(reference, self.references())
         except BlobstoreError:
             similar = ""
+        if self.is_lost(reference):
+            return (
+                f"its manifest is lost; {cli_command('repair', reference)} restores it, and "
+                f"{cli_command('rm', reference)} forgets the name"
+            )
         text = str(reference)
         for path in (text, text.removesuffix(f":{DEFAULT_TAG}")):
             if not similar and os.path.lexists(path):
@@ -153,6 +158,11 @@ class ManifestReader(BlobReader):
         if similar or reference.host == DEFAULT_HOST:
             return similar
         return f"{cli_command('pull', reference)} fetches it if a registry has it"
+
+    def is_lost(self, reference: Reference) -> bool:
+        """Return whether a name was given and not removed, but has no manifest; see :mod:`blobstore.store.published`."""
+        there = os.path.lexists(self._layout.published.joinpath(*reference.parts))
+        return there and not self.has_model(reference)
 
     def references(
         self, *, on_error: Callable[[StoreError], object] | None = None

@@ -28,6 +28,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.history import FormerManifest, History, WholeHistory
+from blobstore.store.published import Published, remove_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -118,6 +119,8 @@ class Names:
         self._locks = locks
         self._signatures = signatures
         self._history = History(store._layout)
+        self.published = Published(store)
+        """The manifests of names once more, to know which were lost."""
 
     # What a name has
 
@@ -273,6 +276,7 @@ class Names:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             sync_folder(path.parent)
+            self.published.add(reference)
             return None
         if found is not None:
             # An unreadable manifest cannot be kept, but it must be replaceable.
@@ -281,7 +285,7 @@ class Names:
                 # Before the new one is written: a crash in between loses neither.
                 self._history.keep(reference, found)
                 former = found
-        self._write(path, model.data)
+        self._write(reference, model.data)
         return former
 
     def _data(self, reference: Reference) -> bytes | None:
@@ -289,8 +293,11 @@ class Names:
             return self._store.read_manifest(reference)
         return None
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, reference: Reference, data: bytes) -> None:
+        path = self._store.manifest_path(reference)
+        self.published.remove([reference], durable=False)  # it is of the former manifest
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+        self.published.add(reference)
 
     def _undo(self, model: NewModel, before: bytes | None) -> None:
         """Give a name what it had before again, if it has the model and that is possible."""
@@ -301,7 +308,7 @@ class Names:
             if before is None:
                 self.remove(reference)
             else:
-                self._write(self._store.manifest_path(reference), before)
+                self._write(reference, before)
 
     # Taking names
 
@@ -309,35 +316,43 @@ class Names:
         """Remove names durably. The caller holds the exclusive lock.
 
         Folders that become empty are removed too; blobs are not. Manifests are not read, so damaged
-        ones can be removed.
+        ones can be removed, and lost ones forgotten.
 
         Raises:
             ModelNotFound: the store has no such model; names before it are removed.
             OSError: the store cannot be written.
         """
         folders: dict[Path, None] = {}
+        names = list(map(Reference.of, references))
+        lost = set(filter(self._store.is_lost, names))
+        self.published.remove(names)
         try:
-            for reference in references:
+            for reference in names:
                 path = self._store.manifest_path(reference)
                 try:
                     path.unlink()
                 except (FileNotFoundError, NotADirectoryError):
-                    raise self._store.not_found(Reference.of(reference)) from None
+                    if reference in lost:
+                        continue
+                    raise self._store.not_found(reference) from None
                 folders[path.parent] = None
         finally:
             for folder in folders:
                 # Even if a later name does not exist: those before it must be removed durably.
                 sync_folder(folder)
-        for folder in folders:
-            with contextlib.suppress(OSError):  # the folder has other names
-                for empty in (folder, *folder.parents[:2]):  # model, namespace, host
-                    empty.rmdir()
+        remove_empty(folders)
 
     # Former manifests, which may vanish at any time
 
     def keep_former(self, references: Iterable[Reference]) -> None:
         """Keep the manifests of names that are about to be removed. The caller holds the exclusive lock."""
-        self._history.keep_all((name, self._store.read_manifest(name)) for name in references)
+        self._history.keep_all(
+            (
+                name,
+                (self.published if self._store.is_lost(name) else self._store).read_manifest(name),
+            )
+            for name in references
+        )
 
     def former(self, reference: str | Reference | None) -> Iterator[FormerManifest]:
         """Yield manifests that a name had before, latest first, or all names; a damaged one may be among them."""

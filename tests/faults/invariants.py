@@ -36,6 +36,7 @@ _OURS = {
     "bases",
     "claims",
     "history",
+    "published",
     "partial",
     "remotes",
     "signatures",
@@ -234,9 +235,10 @@ def _check_creation(root: Path, spare: Known, found: Findings) -> None:
 
 
 def forget(root: Path, *models: Known) -> None:
-    """Remove names as another program would: only the files of their manifests."""
+    """Remove names as a killed ``rm`` does: only the files of their manifests, and the second links."""
     for model in models:
-        root.joinpath("manifests", *model.reference.parts).unlink(missing_ok=True)
+        for folder in ("manifests", ".blobstore/published"):
+            root.joinpath(folder, *model.reference.parts).unlink(missing_ok=True)
 
 
 def layers(root: Path, model: Known) -> list[dict[str, Any]]:

@@ -36,6 +36,13 @@ def forge_index(store: LocalStore, change: Callable[[Any], object]) -> None:
     path.write_bytes(f"{checksum}\n".encode() + text)
 
 
+def forget_manifests(store: LocalStore, *names: str) -> None:
+    """Remove manifests and their second links, by default all: names that the store does not know to be lost."""
+    for name in map(Reference.parse, names) if names else list(store.references()):
+        store.manifest_path(name).unlink()
+        store.names.published.path(name).unlink(missing_ok=True)
+
+
 def write_manifest(store: LocalStore, name: str, data: bytes) -> Path:
     """Write the manifest file of a model, valid or not."""
     path = store.manifest_path(Reference.parse(name))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.copies import copies
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
@@ -157,6 +157,8 @@ class StoreDisk:
     entries: Mapping[Reference, CatalogEntry]
     holdings: Holdings
     blobs: DiskBlobs
+    lost: Sequence[BlobstoreError] = ()
+    """The errors of names whose manifests are lost."""
 
     @cached_property
     def needs(self) -> Mapping[Reference, Mapping[Digest, int]]:
@@ -192,6 +194,7 @@ def read_disk(store: LocalStore) -> StoreDisk:
         entries={entry.reference: entry for entry in entries},
         holdings=holdings,
         blobs=_measure_blobs(store, holdings.references, entries),
+        lost=[error for name in store.names.published.lost() if (error := lost_entry(name).error)],
     )
 
 
@@ -227,7 +230,10 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         cold=_total(blobs.cold_sizes.values()),
         saved=blobs.saved,
         names=len(entries),
-        unreadable=tuple(entry.error for entry in entries.values() if entry.error is not None),
+        unreadable=(
+            *(entry.error for entry in entries.values() if entry.error is not None),
+            *disk.lost,
+        ),
         referenced=blobs.space(held),
         without_sharing=sum(blobs.space(held).size for held in holdings.of.values()),
         bases=blobs.space(held - needed),
@@ -239,7 +245,11 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         quarantine=_space_of(parts["quarantine"]),
         caches=_total(
             [
-                *_sizes(store.folder("headers").parent, parts.values()),
+                *_sizes(
+                    # Links to manifests take no space.
+                    store.folder("headers").parent,
+                    (*parts.values(), store.folder("published")),
+                ),
                 *locks,
                 *(blobs.all_sizes.get(number, 0) for number in holdings.cached - held),
             ]

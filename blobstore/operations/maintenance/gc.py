@@ -28,7 +28,13 @@ from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, allocated, sync_folder
 from blobstore.errors import BlobDamaged, ImplausibleGarbage
-from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
+from blobstore.operations.maintenance.lost_manifests import (
+    GRACE,
+    age_of,
+    hex_digests_of,
+    implausible,
+    promise_of,
+)
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.copies import remove_copies
 from blobstore.store.local import LocalStore, StoreLike
@@ -48,6 +54,8 @@ from blobstore.store.scan import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from blobstore.manifests.reference import Reference
+
 PARTIAL_GRACE: Final = 7 * 86400.0
 """The same for unfinished downloads, which the next pull of the model continues."""
 _HOLD = 0.2
@@ -56,7 +64,7 @@ _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
 _PREFIX = Digest("").file_name
 
-Reason = Literal["young", "in use", "base", "damaged manifest", "partial"]
+Reason = Literal["young", "in use", "base", "damaged manifest", "lost manifest", "partial"]
 
 
 class Removed(NamedTuple):
@@ -76,8 +84,8 @@ class KeptBlob(NamedTuple):
     size: int
     """Bytes."""
     reason: Reason
-    """Too young; leased; the base of a delta-encoded blob; perhaps the config of a damaged manifest; or a
-    young unfinished download."""
+    """Too young; leased; the base of a delta-encoded blob; perhaps the config of a damaged manifest; of a
+    name whose manifest is lost; or a young unfinished download."""
     processes: tuple[int, ...]
     """The IDs of the processes that have leased it."""
     removable: float
@@ -142,7 +150,8 @@ def collect_garbage(
         older_than: keep files that were written within this many seconds, or within a text such as ``1h``;
             by default an hour for blobs, and a week for unfinished downloads.
         dry_run: remove nothing; report what would be removed.
-        force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
+        force: remove blobs even if there are no manifests, if these are over 90 % of all blobs, or if they are
+            those of names whose manifests are lost; such names are forgotten.
 
     Returns:
         what was removed or kept, with sizes in bytes.
@@ -161,7 +170,7 @@ def collect_garbage(
     if not store.root.exists():
         return Collected()
     with store.writing(is_dry=dry_run):
-        collection = _Collection(store, age, dry_run=dry_run)
+        collection = _Collection(store, age, dry_run=dry_run, force=force)
         deltas, others = collection.candidates()
         refusal = "" if force else collection.refusal([*deltas, *others])
         if refusal and not dry_run:
@@ -173,6 +182,8 @@ def collect_garbage(
         with collection.lock():
             leftovers = tuple(collection.remove_leftovers())
             folders = tuple(collection.remove_empty_folders())
+            if not dry_run:
+                store.names.published.forget_gone(and_lost=force)
         removed = remove_copies(store.root, collection.older_than, is_dry=dry_run)
         leftovers += tuple(map(Removed._make, removed))
         if not dry_run:
@@ -221,13 +232,19 @@ class _Candidate(NamedTuple):
 class _Collection:
     """The steps of a collection, in order, and what they share."""
 
-    def __init__(self, store: LocalStore, older_than: float | None, *, dry_run: bool) -> None:
+    def __init__(
+        self, store: LocalStore, older_than: float | None, *, dry_run: bool, force: bool = False
+    ) -> None:
         self._store = store
+        self._force = force
         self.older_than = GRACE if older_than is None else older_than
         self._partial_age = PARTIAL_GRACE if older_than is None else older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
         self._history = store.names.whole_history()
+        self._lost: dict[Reference, bytes] = {}
+        """The manifests that were lost before the collection."""
+        self._lost_blobs: set[str] = set()
         self._suspects: set[Digest] = set()
         """Manifests with signatures that nobody can use."""
         self._leases = Leases({}, {})
@@ -250,6 +267,8 @@ class _Collection:
         """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
         self._marks.update()
         self._find_deltas()
+        self._lost = {} if self._force else self._store.names.published.lost()
+        self._lost_blobs = hex_digests_of(self._lost)
         cold, hot = self._store.folder("cold"), self._store.folder("blobs")
         reached = self._marks.reached()
         garbage: dict[Path, list[str]] = {}
@@ -364,6 +383,8 @@ class _Collection:
         lost = self._marks.lost()
         if lost and promise_of(item.folder / item.name) in lost:
             return "damaged manifest"
+        if item.digest.hex in self._lost_blobs:
+            return "lost manifest"
         return "young" if age_of(status) < self.older_than else None
 
     def _leases_of(self, digest: Digest) -> list[str]:
@@ -506,6 +527,7 @@ class _Collection:
         if not self._marks.lost():  # else a damaged manifest may be the one that was signed
             # An import stores signatures before it publishes their manifest.
             manifests = self._marks.manifests() | self._history.manifests()
+            manifests |= set(map(Digest.of, self._lost.values()))
             unsigned = self._store.lost_signatures(manifests)
             yield from ((path, self.older_than) for path in unsigned)
             self._suspects &= manifests

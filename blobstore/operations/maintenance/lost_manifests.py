@@ -1,6 +1,6 @@
 """Manifests that a store has lost, judged by its blobs: a disk may not be mounted, or a file was deleted.
 
-The other files of a store look the same, whether a model was removed or its manifest was lost.
+Names that this program has given are known to be lost by :mod:`blobstore.store.published`; this finds others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
+from blobstore.manifests.model import Manifest
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
+    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 GRACE: Final = 3600.0
@@ -63,6 +66,8 @@ def _suspicion(store: LocalStore) -> str:
         *history.blobs(),
         *(base.hex for base in store.cold_bases().values()),
     }
+    if marks.by_path():  # otherwise the folder itself is lost, and that is said once
+        known |= hex_digests_of(store.names.published.lost())
     known |= {digest.hex for held in (leases.digests, *leases.dead.values()) for digest in held}
     paths = [
         (Path(folder, name), digest)
@@ -75,6 +80,12 @@ def _suspicion(store: LocalStore) -> str:
     if marks.by_path() or not any(map(promise_of, unknown)):
         unknown = [path for path in unknown if path.exists() and age_of(path.lstat()) >= GRACE]
     return implausible(store, len(unknown), len(paths), has_models=bool(marks.by_path()))
+
+
+def hex_digests_of(manifests: Mapping[Reference, bytes]) -> set[str]:
+    """Return the hex digests of the blobs that some manifests reference."""
+    parsed = map(Manifest.from_bytes, manifests.values())
+    return {blob.digest.hex for manifest in parsed for blob in manifest.blobs}
 
 
 def promise_of(path: Path) -> str | None:

@@ -19,14 +19,14 @@ from blobstore.errors import InvalidManifest, NameConflict, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.lost_manifests import GRACE
-from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import ABSENT
 from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from blobstore.manifests.reference import Names
     from blobstore.store.catalog import CatalogEntry
@@ -156,11 +156,14 @@ def remove_models(
     names = Reference.all_of(references)
     entries = _removable(store, names)
     left = _left_behind(store, entries)
+    unreadable = {one.reference for one in entries if one.error is not None}
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
             try:
-                store.names.keep_former(one.reference for one in entries if one.error is None)
+                store.names.keep_former(
+                    name for name in names if store.is_lost(name) or name not in unreadable
+                )
             except OSError as error:
                 # A full disk must not keep names from being removed, and so free space.
                 if error.errno not in FULL:
@@ -223,8 +226,10 @@ def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: D
     return target.parts[:-1] == name and min(tags, default=(0.0, target))[1] != target
 
 
-def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:
-    entries = read_entries(store, references)
+def _removable(store: LocalStore, references: Sequence[Reference]) -> list[CatalogEntry]:
+    lost = dict.fromkeys(filter(store.is_lost, references))
+    entries = read_entries(store, (name for name in references if name not in lost))
+    entries += [lost_entry(name) for name in lost]
     for entry in entries:
         if entry.error is not None and store.manifest_path(entry.reference).is_dir():
             raise entry.error

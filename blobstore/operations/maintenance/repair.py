@@ -163,12 +163,10 @@ def repair_models(
         exclude=tuple(exclude),
     )
     opened: TensorSource | None = None
-    restored: tuple[Restored, ...] = ()
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(open_other(source, store, chosen, plain_http))
-        if other is not None:
-            restored = tuple(restore_manifests(store, other, chosen, is_dry=dry_run))
-        elif source is not None:
+        restored = tuple(restore_manifests(store, other, chosen, is_dry=dry_run))
+        if other is None and source is not None:
             models = chosen or store.references()
             opened, options = _open_source(source, options, store, models, progress)
             stack.callback(opened.close)

@@ -1,8 +1,8 @@
-"""Restores damaged and missing manifests from another store, or a remote, that has the same models.
+"""Restores damaged and missing manifests: from their second links, another store, or a remote with the same models.
 
 A damaged manifest is replaced only by one that its config confirms. That is of the same model if the damaged
 manifest still contains one of its two halves: the digest of the config, or the list of layers, whose digest
-the config holds. A missing manifest is that of the same name.
+the config holds. A missing manifest is that of the same name. Second links are asked first, which need no other place.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.repair_sources import OtherModels
     from blobstore.store.local import LocalStore
+    from blobstore.store.published import Published
 
 
 class Restored(NamedTuple):
@@ -37,11 +38,12 @@ class Restored(NamedTuple):
 
 
 def restore_manifests(
-    store: LocalStore, other: OtherModels, chosen: Sequence[Reference], *, is_dry: bool
+    store: LocalStore, other: OtherModels | None, chosen: Sequence[Reference], *, is_dry: bool
 ) -> Iterator[Restored]:
-    """Restore the missing and damaged manifests that another place has intact.
+    """Restore the missing and damaged manifests that the store or another place has intact.
 
-    Without names in ``chosen``, those are missing whose blobs the store has, unless they were removed from it.
+    Without names in ``chosen``, those are missing that the store knows to be lost, and those that the other place
+    has and whose blobs the store has, unless they were removed from it.
 
     Raises:
         RemoteError: the other place cannot be reached.
@@ -49,18 +51,21 @@ def restore_manifests(
         StoreError: one of the stores cannot be read, or ``store`` cannot be written.
     """
     there: set[bytes] = set()
-    for reference in chosen or chain(store.references(), _lost(store, other, there)):
+    places = (store.names.published, *(() if other is None else (other,)))
+    own = chain(store.references(), store.names.published.lost())
+    for reference in chosen or chain(own, _lost(store, other, there) if other else ()):
         damaged = _damaged(store, reference)
         if damaged is not None:
-            intact = _find_intact(other, reference, damaged)
+            found = (_find_intact(place, reference, damaged) for place in places)
         else:
-            intact = None if store.has_model(reference) else _intact(other, reference)
+            is_missing = not store.has_model(reference)
+            found = (_intact(place, reference) for place in places if is_missing)
+        intact = next((data for data in found if data is not None), None)
         if intact is None:
             with contextlib.suppress(BlobstoreError):
                 there.add(store.read_manifest(reference).removesuffix(b"\n"))
             continue
-        if damaged is not None:
-            there.add(intact.removesuffix(b"\n"))
+        there.add(intact.removesuffix(b"\n"))
         manifest = Manifest.from_bytes(intact)
         if is_dry:
             yield Restored(reference, manifest, None)
@@ -104,7 +109,9 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
     return data
 
 
-def _find_intact(other: OtherModels, reference: Reference, damaged: bytes) -> bytes | None:
+def _find_intact(
+    other: OtherModels | Published, reference: Reference, damaged: bytes
+) -> bytes | None:
     """Return the intact manifest of the same model, preferably the one with the same name.
 
     Returns None if the other place has no such manifest, or if ``damaged`` equals it: then only the
@@ -118,7 +125,9 @@ def _find_intact(other: OtherModels, reference: Reference, damaged: bytes) -> by
     return None
 
 
-def _intact(other: OtherModels, name: Reference, damaged: bytes | None = None) -> bytes | None:
+def _intact(
+    other: OtherModels | Published, name: Reference, damaged: bytes | None = None
+) -> bytes | None:
     """Return a manifest if it is not changed, and of the model of ``damaged``, if that is given."""
     with contextlib.suppress(BlobstoreError, OSError):
         data = other.read_manifest(name)

@@ -87,6 +87,8 @@ class Verified:
     faults: tuple[Fault, ...] = ()
     damaged: tuple[Descriptor, ...] = ()
     """Blobs that are missing, or have a wrong size or digest, each once."""
+    lost: tuple[Reference, ...] = ()
+    """Names of the store whose manifest is lost, though their blobs are there; only if all models are verified."""
 
 
 def verify_models(
@@ -102,7 +104,8 @@ def verify_models(
 ) -> Verified:
     """Check models completely: manifests, digests of all blobs, headers of tensors, the config.
 
-    If all models are checked, it is a fault, too, if manifests seem to be lost by the blobs that are there.
+    If all models are checked, it is a fault, too, if the manifest of a name is lost, or if manifests seem to be
+    lost by the blobs that are there.
 
     Every blob is hashed, even if it was verified before. Blobs that are intact are noted, so that
     ``open(verify="digest")`` need not hash them again. JSON files are checked by digest only, because
@@ -159,8 +162,9 @@ def verify_models(
             if faults[reference] and (is_first or not _is_unchanged(store, reference, data)):
                 doubted.append(reference)
         names, must_exist, is_first = tuple(doubted), False, False
+    lost = tuple(_lost_names(store) if is_whole else ())
     every = (
-        *(_store_faults(store) if is_whole else ()),
+        *(_store_faults(store, lost, has_models=bool(faults)) if is_whole else ()),
         *(fault for of_model in faults.values() for fault in of_model),
     )
     faulty = {fault.blob for fault in every}
@@ -176,15 +180,32 @@ def verify_models(
             for key, error in check.damaged.items()
             if isinstance(error, BlobMissing | BlobDamaged) and str(key.digest) in faulty
         ),
+        lost=lost,
     )
 
 
-def _store_faults(store: LocalStore) -> Iterator[Fault]:
-    """Yield the fault of a store whose blobs say that manifests are lost."""
+def _lost_names(store: LocalStore) -> Iterable[Reference]:
+    # Some readers may not read all folders.
+    with contextlib.suppress(BlobstoreError, OSError):
+        return sorted(store.names.published.lost(), key=str)
+    return ()
+
+
+def _store_faults(
+    store: LocalStore, lost: Iterable[Reference], *, has_models: bool
+) -> Iterator[Fault]:
+    """Yield the fault of a store whose blobs say that manifests are lost, and those of names that are."""
+    why = ""
     # A manifest that cannot be read is a fault of its model, and some readers may not read all folders.
     with contextlib.suppress(BlobstoreError, OSError):
-        if store.root.exists() and (why := lost_manifests(store)):
-            yield Fault("", "", "", why)
+        why = lost_manifests(store) if store.root.exists() else ""
+    if why:
+        yield Fault("", "", "", why)
+    if has_models or not why:  # otherwise the folder of all manifests is lost
+        for name in lost:
+            yield Fault(
+                str(name), "", "", f"the manifest {quote(store.manifest_path(name))} is lost"
+            )
 
 
 class _BlobCheck:

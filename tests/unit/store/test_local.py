@@ -168,7 +168,8 @@ def test_removing_a_name_removes_its_empty_folders(store: LocalStore) -> None:
 
 def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store)
-    folder = store.manifest_path(NAME).parent.stat().st_ino
+    paths = (store.names.published.path(NAME), store.manifest_path(NAME))
+    link, folder = (path.parent.stat().st_ino for path in paths)
     synced = []
 
     def noting(descriptor: int) -> None:
@@ -176,10 +177,10 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", noting)
     store.names.remove(NAME)
-    assert synced == [(folder, False)]
+    assert synced == [(link, True), (folder, False)]
 
 
-def test_many_names_are_removed_with_one_sync_of_their_folder(
+def test_many_names_are_removed_with_one_sync_of_their_folders(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"model:{number}" for number in range(5)]
@@ -188,7 +189,7 @@ def test_many_names_are_removed_with_one_sync_of_their_folder(
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     store.names.remove(*names)
-    assert len(synced) == 1
+    assert len(synced) == 2
     assert list(map(str, store.references())) == ["other:latest"]
 
 

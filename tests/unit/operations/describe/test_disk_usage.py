@@ -42,8 +42,8 @@ def by_name(usage: StoreUsage) -> dict[str, ModelUsage]:
 
 
 def on_disk(store: LocalStore) -> int:
-    files = [path for path in store.root.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
+    found = [path.stat() for path in store.root.rglob("*") if path.is_file()]
+    return sum({status.st_ino: status.st_size for status in found}.values())
 
 
 def test_an_absent_store_takes_nothing(store: LocalStore) -> None:

@@ -40,6 +40,7 @@ from blobstore.store.cold_index import ColdIndex
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
+from tests.support.damage import forget_manifests
 from tests.support.frozen import (
     COUNT,
     flip,
@@ -974,7 +975,7 @@ def pins(family: LocalStore) -> set[str]:
 def lose_like_ollama(family: LocalStore, name: str) -> None:
     """Remove a name and its hot blobs, as programs do that do not know cold blobs."""
     files = [family.blob_path(item.digest) for item in layers(family, name).values()]
-    family.manifest_path(Reference.parse(name)).unlink()
+    forget_manifests(family, name)
     for file in files:
         Path(file).unlink(missing_ok=True)
 

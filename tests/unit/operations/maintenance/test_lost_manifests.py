@@ -14,6 +14,7 @@ from blobstore.operations.maintenance.lost_manifests import GRACE, lost_manifest
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
+from tests.support.damage import forget_manifests
 from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder
 
@@ -55,9 +56,7 @@ def test_a_store_that_lost_most_manifests_is_faulty(store: LocalStore) -> None:
     put(store, "small", {"x": 1})
     for number in range(20):
         put(store, f"gone:{number}", {"y": 2 + number})
-    for number in range(20):
-        store.manifest_path(f"gone:{number}").unlink()
-    store.manifest_path("m").unlink()
+    forget_manifests(store, "m", *(f"gone:{number}" for number in range(20)))
     assert lost_manifests(store) == ""  # other programs may be about to give them names
     make_old(store)
     assert "so some manifests may be missing" in lost_manifests(store)

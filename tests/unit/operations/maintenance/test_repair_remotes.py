@@ -18,7 +18,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
-from tests.support.damage import flip
+from tests.support.damage import flip, forget_manifests
 from tests.support.models import dense_tensors, write_folder
 from tests.support.serve_process import serving
 from tests.support.stub_registry import StubRegistry
@@ -80,7 +80,7 @@ def test_damage_is_repaired_from_an_address(kind: str, store: LocalStore, tmp_pa
         done = repair_models(["a"], f"{start}/a", store=store)
         assert ([item.digest for item in done.repaired], done.faults) == ([blob], ())
 
-        store.manifest_path("a").unlink()
+        forget_manifests(store, "a")
         Path(store.blob_path(blob)).unlink()
         done = repair_models(["a"], f"{start}/a", store=store)
         assert [str(item.reference) for item in done.restored] == ["a:latest"]
@@ -91,6 +91,7 @@ def test_damage_is_repaired_from_an_address(kind: str, store: LocalStore, tmp_pa
 def test_a_store_without_manifests_is_restored_from_all_models_of_a_remote(
     store: LocalStore, tmp_path: Path
 ) -> None:
+    forget_manifests(store)
     shutil.rmtree(store.folder("manifests"))
     with elsewhere("objects", tmp_path) as place:
         dry = repair_models((), place, store=store, dry_run=True)
@@ -107,7 +108,7 @@ def test_only_names_that_were_lost_come_back_by_themselves(
     other = filled(tmp_path / "other")
     put(other, "never")
     remove_models(["a"], store=store)
-    store.manifest_path("b").unlink()
+    forget_manifests(store, "b")
     done = repair_models((), other.root, store=store)
     assert [str(item.reference) for item in done.restored] == ["b:latest"]
     done = repair_models(["a", "never"], other.root, store=store)
@@ -120,7 +121,7 @@ def test_a_missing_manifest_that_would_be_restored_is_no_error_of_a_dry_run(
     store: LocalStore, tmp_path: Path
 ) -> None:
     other = filled(tmp_path / "other")
-    store.manifest_path("a").unlink()
+    forget_manifests(store, "a")
     done = repair_models(["a"], other.root, store=store, dry_run=True)
     assert ([item.reference for item in done.restored], done.faults) == ([Reference.parse("a")], ())
     assert not store.has_model("a")
@@ -130,7 +131,7 @@ def test_a_missing_manifest_that_would_be_restored_is_no_error_of_a_dry_run(
 
 def test_a_damaged_manifest_at_a_remote_is_not_used(store: LocalStore, tmp_path: Path) -> None:
     other = filled(tmp_path / "other")
-    store.manifest_path("a").unlink()
+    forget_manifests(store, "a")
     path = other.manifest_path("a")
     path.write_bytes(path.read_bytes().replace(b'"own"', b'"won"'))
     with pytest.raises(ModelNotFound):
