@@ -57,7 +57,7 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
         yield "quantization", render.published(model.published_scheme)
     for name, count, size in info.types:
         yield "type", f"{render.cell(name)}: {render.count_of(count, 'tensor')}, {_size(size)}"
-    if model.signatures:
+    if model.signatures or model.signatures is None:
         from blobstore.operations.sign.report import describe_signers
 
         yield "signed by", render.cell(describe_signers(model.signatures))

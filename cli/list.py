@@ -126,6 +126,10 @@ def _show_remote(
         _remote_table(models) if models else "no models: all names were removed",
         names=[entry.address for entry, _ in models],
     )
+    if output.is_verbose() and not out.is_json:
+        from blobstore.operations.sign.report import describe_signers
+
+        output.show_note(f"signatures: {describe_signers(None)}")
     output.exit_with(
         f"{entry.address}: {entry.error}" for entry, _ in models if entry.error is not None
     )

@@ -113,7 +113,7 @@ def _as_json(repaired: Repaired) -> dict[str, Any]:
     counts = "models=verified.models blobs=verified.blobs bytes_read=verified.bytes_read seconds"
     blobs = "blob=digest bytes=size layer quarantined"
     return output.record(repaired, counts) | {
-        "manifests": output.records(repaired.restored, "model=reference quarantined"),
+        "manifests": output.records(repaired.restored, "model=reference quarantined signatures"),
         "repaired": output.records(repaired.repaired, blobs),
         "faults": output.records(repaired.faults, FAULT_FIELDS),
     }
@@ -123,6 +123,7 @@ def _as_text(repaired: Repaired, *, dry_run: bool) -> str:
     verb = "would rewrite" if dry_run else "rewrote"
     lines = [
         f"{verb} the manifest of model {render.cell(item.reference)}{_place_of(item.quarantined)}"
+        + (f", with {render.count_of(item.signatures, 'signature')}" if item.signatures else "")
         for item in repaired.restored
     ]
     lines += [

@@ -107,7 +107,7 @@ def command(
     if not is_address(name) and arguments.is_path(name, store):
         if view or order:
             raise click.UsageError(f"--{view or 'sort'} applies only to models in the store")
-        show_path(name, patterns, out)
+        show_path(name, patterns, out, store)
         return
     reference = arguments.model_or_address(store, name)
     if view in ("manifest", "source"):
@@ -178,10 +178,11 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterat
     yield f"{render.cell(model.reference)}: {architecture}{kind}"
     if model.format == "gguf":
         yield "a model of Ollama: its tensors are in one GGUF file, not one blob each"
-    if model.signatures:
+    if model.signatures or model.signatures is None:
         from blobstore.operations.sign.report import describe_signers
 
-        yield f"signed by {render.cell(describe_signers(model.signatures))}"
+        signers = render.cell(describe_signers(model.signatures))
+        yield f"{'signatures:' if model.signatures is None else 'signed by'} {signers}"
     cells = [_cells(view, row) for row in rows]
     yield render.table(headings, cells, right=numbers, alarming=alarming)
     yield ", ".join(_totals(model, view, rows))

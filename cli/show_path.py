@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import TensorSource
+    from blobstore.store.local import LocalStore
 
 
-def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
+def show_path(
+    path: str, patterns: Sequence[str], out: Output, store: LocalStore | None = None
+) -> None:
     """Print the tensors of a source, or the models of an archive or of a folder of models."""
     from blobstore.cli.show_gguf import show_gguf
     from blobstore.gguf.file import is_gguf
@@ -32,7 +35,7 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
 
     folder = Path(path)
     if path.endswith(SUFFIX):
-        show_archive(path, patterns, out)
+        show_archive(path, patterns, out, store)
     elif folder.is_dir() and not (
         is_model_folder(folder)
         or cached_repository(folder)
@@ -59,17 +62,20 @@ def _selected(names: Collection[str], patterns: Sequence[str], path: str) -> set
     return found
 
 
-def show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
-    """Print the models of an archive, or those that patterns match; no blob is read."""
+def show_archive(path: str, patterns: Sequence[str], out: Output, store: LocalStore | None) -> None:
+    """Print the models of an archive, or those that patterns match, and who signed them; no blob is read."""
     from blobstore.operations.archive.describe import describe_archive
+    from blobstore.operations.sign.report import describe_signers
 
-    archive = describe_archive(path, patterns)
+    archive = describe_archive(path, patterns, store=store)
+    is_signed = any(model.signatures for model in archive.models)
     rows = [
         (
             render.cell(model.reference),
             model.digest.short,
             render.human_bytes(model.size),
             render.human_bytes(model.stored),
+            *([render.cell(describe_signers(model.signatures)) or "-"] * is_signed),
         )
         for model in archive.models
     ]
@@ -80,8 +86,11 @@ def show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
         f"{render.count_of(archive.blobs, 'blob')} ({archive.deltas:,} as deltas) in "
         f"{render.human_bytes(archive.size)}"
     )
-    table = render.table(("NAME", "ID", "SIZE", "STORED"), rows, right=(2, 3))
-    out.result(data | {"models": output.records(archive.models, fields)}, [table, total])
+    headings = ("NAME", "ID", "SIZE", "STORED", *["SIGNED BY"] * is_signed)
+    models = output.records(archive.models, fields)
+    for record, model in zip(models, archive.models, strict=True):
+        record["signatures"] = output.records(model.signatures, output.SIGNATURE_FIELDS)
+    out.result(data | {"models": models}, [render.table(headings, rows, right=(2, 3)), total])
 
 
 def _show_models(path: str, patterns: Sequence[str], out: Output) -> None:

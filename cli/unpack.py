@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 @click.argument("file", metavar="FILE.bsar", type=arguments.FILE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
 @click.option(
-    "--list", "is_list", is_flag=True, help="List the models, their sizes and IDs; import nothing."
+    "--list",
+    "is_list",
+    is_flag=True,
+    help="List the models, their sizes, IDs and signers; import nothing.",
 )
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and import nothing.")
 @click.option(
@@ -66,7 +69,7 @@ def command(
     if (is_list or verify_only) and len(options_given) > 1:
         raise click.UsageError(f"{' and '.join(options_given[:2])} contradict each other")
     if is_list:
-        show_archive(file, names, out)
+        show_archive(file, names, out, store)
         return
     from blobstore.operations.archive.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive

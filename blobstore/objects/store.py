@@ -29,6 +29,7 @@ from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
 from blobstore.objects.request_rules import (
     LIST_SIGNATURES,
+    LOOK_FOR_BLOB,
     LOOK_FOR_STORE,
     READ,
     READ_FORMER,
@@ -166,6 +167,12 @@ class ObjectStore:
         # Also as a blob, so that the digest finds it when the name has another manifest.
         self.client.put(blob_key(Digest.of(manifest)), manifest)
         self.client.replace(manifest_key(reference), manifest, tag)
+
+    def has_copy(self, manifest: bytes) -> bool:
+        """Return whether the copy of a manifest is there, judged by its size."""
+        with contextlib.suppress(BlobDamaged):  # it has another size
+            return self.exists(Digest.of(manifest), len(manifest), LOOK_FOR_BLOB)
+        return False
 
     def remove(self, references: Iterable[Reference]) -> None:
         """Remove names; their blobs stay until garbage is collected."""

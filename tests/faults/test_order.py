@@ -15,7 +15,17 @@ from tests.faults.power import Disk
 from tests.faults.processes import ROOT, workspace
 from tests.faults.recorder import Call, Recorder
 
-_CACHES = ("headers", "verified-", "references-", "tmp", "leases", "partial", "remotes")
+_CACHES = (
+    "headers",
+    "verified-",
+    "references-",
+    "tmp",
+    "leases",
+    "partial",
+    "remotes",
+    "published",
+)
+"""What need not be durable."""
 
 
 class _Run:

@@ -16,6 +16,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
+from tests.real.test_pull_through import snapshot
 from tests.support.damage import blob_path, flip, flip_header
 from tests.support.hub_server import HubServer
 from tests.support.models import Arrays, dense_tensors, write_folder
@@ -127,6 +128,31 @@ def test_a_fetched_model_that_is_damaged_is_fetched_again(
     is_blob = "missing" not in what and "manifest" not in what
     quarantine = cache.folder("quarantine")
     assert (quarantine.exists() and any(quarantine.iterdir())) == is_blob
+
+
+def test_a_cache_of_another_server_heals_while_the_hubs_client_downloads(
+    folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    """From a server by way of a cache to a client, each a real program; then a sector of the cache fails."""
+    origin, right = (
+        tmp_path / "origin",
+        {name: (folder / name).read_bytes() for name in names(folder)},
+    )
+    create(folder, NAME, store=origin)
+    logs = [tmp_path / "upstream", tmp_path / "cache"]
+    for log in logs:
+        log.mkdir()
+    with (
+        serving(LocalStore(origin), logs[0]) as upstream,
+        serving(store, logs[1], "--upstream", upstream.url) as cache,
+    ):
+        assert snapshot(cache, tmp_path / "first") == right
+        until(lambda: not cache.metric("arriving_models"))
+        flip(blob_path(store, "z", NAME))
+        until(lambda: fetched(cache, folder))
+        until(lambda: not cache.metric("arriving_models"))
+        assert snapshot(cache, tmp_path / "second") == right
+        assert not verify_models(store=store).faults
 
 
 def test_a_client_gets_the_right_bytes_of_a_damaged_file_at_once(

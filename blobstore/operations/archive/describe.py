@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digest
 from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.reader import open_archive
+from blobstore.operations.sign.report import check_unkept
+from blobstore.operations.sign.require_trust import policy_keys
+from blobstore.store.local import LocalStore
 from blobstore.store.name_patterns import select_references
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.sign.report import CheckedSignature
+    from blobstore.store.local import StoreLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class ArchivedModelDescription:
     """Bytes of the blobs, after decompression."""
     stored: int
     """Bytes that they take in the archive; models may share blobs."""
+    signatures: tuple[CheckedSignature, ...]
+    """The signatures in the archive, checked with the keys of a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +54,14 @@ class ArchiveDescription:
 
 
 def describe_archive(
-    path: str | os.PathLike[str], patterns: Iterable[str] = ()
+    path: str | os.PathLike[str], patterns: Iterable[str] = (), *, store: StoreLike = None
 ) -> ArchiveDescription:
     """List the models of an archive. No blob is read; :func:`check_archive` verifies them.
 
     Args:
         path: the archive.
         patterns: names, globs or starts of IDs; by default all models are listed.
+        store: the store whose policy has the keys for the signatures, or its path.
 
     Raises:
         NotFound: there is no such file.
@@ -62,17 +70,19 @@ def describe_archive(
         UsageError: a pattern is ambiguous.
     """
     with open_archive(path) as archive:
-        members = archive.members
+        members, keys = archive.members, policy_keys(LocalStore.of(store))
         models = []
         for model in archive.models(select_references(archive, patterns)):
+            digest = Digest.of(model.data)
             numbers = [archive.blobs[blob.digest] for blob in model.manifest.blobs]
             models.append(
                 ArchivedModelDescription(
                     reference=model.reference,
-                    digest=Digest.of(model.data),
+                    digest=digest,
                     blobs=len(numbers),
                     size=sum(members[number].size for number in numbers),
                     stored=sum(members[number].stored_size for number in numbers),
+                    signatures=check_unkept(archive.signatures(digest), digest, keys),
                 )
             )
         return ArchiveDescription(

@@ -39,7 +39,7 @@ from blobstore.operations.maintenance.repair_sources import (
 from blobstore.operations.maintenance.verify import Verified, verify_models
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
-from blobstore.store.bases import states, which_are_whole
+from blobstore.store.bases import pin, states, which_are_whole
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
@@ -190,6 +190,8 @@ def repair_models(
             store, verified.damaged, quote_place(str(source)), jobs, progress, is_dry=dry_run
         )
         work.run(provider)
+        if not dry_run:
+            _pin_bases(store)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
             opened.check_unchanged()  # otherwise the digests say wrong things about the source
     intact = {str(digest) for digest, _ in work.intact}
@@ -296,6 +298,16 @@ def _remaining(
             for fault in verify_models([name], store=store, quick=True).faults:
                 if (fault.reference, fault.layer, fault.blob) not in reported:
                     yield fault
+
+
+def _pin_bases(store: LocalStore) -> None:
+    """Give the hot bases of cold blobs their second links again, as the only derived files that are not caches."""
+    bases = set(store.cold_bases().values())
+    loose = [it for it in bases if store.has_hot(it) and not store.has_base_link(it)]
+    if any(not store.has_cold(it) for it in loose):
+        with store.writing(), store.exclusive_lock():
+            for base in loose:
+                pin(store, base)
 
 
 class _Unreadable(Exception):

@@ -15,6 +15,8 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
+from blobstore.operations.sign.require_trust import read_policy
+from blobstore.remotes.signatures import SelectedSignatures
 from blobstore.store.names import ABSENT, NameUpdate
 from blobstore.store.quarantine import quarantine_copy
 
@@ -35,6 +37,8 @@ class Restored(NamedTuple):
     manifest: Manifest
     quarantined: Path | None
     """The new place of the damaged file; None if there was none, or nothing was changed."""
+    signatures: int = 0
+    """Signatures that the other place has of it, and that are kept."""
 
 
 def restore_manifests(
@@ -70,16 +74,22 @@ def restore_manifests(
         if is_dry:
             yield Restored(reference, manifest, None)
             continue
-        old = ABSENT if damaged is None else Digest.of(damaged)
+        old, new = ABSENT if damaged is None else Digest.of(damaged), Digest.of(intact)
+        # Durable before the name, so that no policy finds the model without them.
+        signatures = SelectedSignatures.of(
+            other.signatures(new) if other else (), new, read_policy(store)
+        )
+        for data in signatures.data:
+            store.keep_signature(new, data, is_verified=signatures.is_verified)
         with store.writing(), store.exclusive_lock():
             # It was read without the lock, so another process may have restored or replaced it.
             if store.names.version(reference) != old:
                 continue
             quarantined = None if damaged is None else quarantine_copy(store, damaged)
-            update = NameUpdate(reference, old, Digest.of(intact))
+            update = NameUpdate(reference, old, new)
             # Blobs are not checked: they are repaired once the manifest lists them.
             store.names.place(update, intact, ())
-        yield Restored(reference, manifest, quarantined)
+        yield Restored(reference, manifest, quarantined, len(signatures.data))
 
 
 def _lost(store: LocalStore, other: OtherModels, there: Container[bytes]) -> Iterator[Reference]:

@@ -28,6 +28,7 @@ from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.remotes.addresses import find_model, is_address, is_in_objects
 from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog
+from blobstore.remotes.fetch_attached import attached
 from blobstore.remotes.model_reader import RemoteReader
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.hub import is_hub_url
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
+    from blobstore.objects.source import ObjectSource
     from blobstore.operations.create.plan import ModelPlan
-    from blobstore.remotes.model_reader import RemoteModelSource
+    from blobstore.registry.store import RemoteSource
     from blobstore.sources.base import SourceOptions, TensorSource
 
 Wanted = Mapping["BlobId", "Descriptor"]
@@ -67,7 +69,21 @@ class BlobProvider(Protocol):
         """
 
 
-OtherModels = LocalStore | RemoteReader
+class RemoteModels(RemoteReader):
+    """Models of a remote, with their signatures."""
+
+    def __init__(self, sources: Mapping[Reference, RemoteSource | ObjectSource]) -> None:
+        super().__init__(sources)
+        self._models = sources.values()
+
+    def signatures(self, manifest: Digest) -> Iterator[bytes]:
+        """Yield the signatures that the remote has of a manifest; those that cannot be fetched are left out."""
+        source = next((one for one in self._models if Digest.of(one.data) == manifest), None)
+        if source is not None:
+            yield from attached(source, manifest, lambda _: None).signatures
+
+
+OtherModels = LocalStore | RemoteModels
 """Another store, or models of a remote, which may have the same manifests and blobs."""
 
 
@@ -251,14 +267,14 @@ def open_other(
         if not _has_many(source, plain_http):
             found = stack.enter_context(find_model(source, plain_http=plain_http))
             name = names[0] if len(names) == 1 else found.address.name()
-            yield RemoteReader({name: found})
+            yield RemoteModels({name: found})
             return
-        models: dict[Reference, RemoteModelSource] = {}
+        models: dict[Reference, RemoteSource | ObjectSource] = {}
         for entry in read_remote_catalog(source, plain_http=plain_http):
             with contextlib.suppress(Damaged, NotFound, UnsupportedSource):  # others may be of use
                 found = stack.enter_context(find_model(entry.address, plain_http=plain_http))
                 models[found.address.name()] = found
-        yield RemoteReader(models)
+        yield RemoteModels(models)
 
 
 def _has_many(address: str, plain_http: bool | None) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from blobstore.store.signatures import KeptSignature
 
 State = Literal["valid", "invalid", "unknown key", "not checked"]
+_NOT_LOOKED_UP = "not looked up at an address; 'blobstore pull' fetches signatures"
 _SHOWN = 16
 """Digits of a key's fingerprint that are shown."""
 
@@ -137,12 +138,27 @@ def signatures_of(
 ) -> tuple[CheckedSignature, ...]:
     """Return the signatures of a manifest, checked with keys; by default those of the policy."""
     known = policy_keys(store) if keys is None else keys
-    checked = [_check(kept, manifest, known) for kept in store.kept_signatures(manifest)]
+    return _sorted(_check_kept(kept, manifest, known) for kept in store.kept_signatures(manifest))
+
+
+def check_unkept(
+    signatures: Iterable[bytes], manifest: Digest, keys: Sequence[PublicKey]
+) -> tuple[CheckedSignature, ...]:
+    """Return signatures of a manifest that are in no store, checked with keys."""
+    return _sorted(_check(data, manifest, keys) for data in signatures)
+
+
+def _sorted(checked: Iterable[CheckedSignature]) -> tuple[CheckedSignature, ...]:
     return tuple(sorted(checked, key=lambda one: (one.kind, one.created or 0, one.key)))
 
 
-def describe_signers(signatures: Iterable[CheckedSignature]) -> str:
-    """Return who signed a model, for people, and what of it was not verified; empty if nobody did."""
+def describe_signers(signatures: Iterable[CheckedSignature] | None) -> str:
+    """Return who signed a model, for people, and what of it was not verified; empty if nobody did.
+
+    None stands for the signatures of a model elsewhere, which are not looked up.
+    """
+    if signatures is None:
+        return _NOT_LOOKED_UP
     kinds: dict[tuple[str, str], list[str]] = {}
     for one in signatures:
         who = one.signer or (f"key {one.short_key}" if one.key else "a key that is not named")
@@ -154,13 +170,19 @@ def describe_signers(signatures: Iterable[CheckedSignature]) -> str:
     )
 
 
-def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
-    """Check one signature. What it states is parsed only if a known key made it."""
+def _check_kept(
+    kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]
+) -> CheckedSignature:
     if kept.data is None:
         problem = "is damaged; 'blobstore gc' removes it" if kept.is_damaged else "cannot be read"
         return _invalid(f"the file {quote(kept.path.name)} {problem}")
+    return _check(kept.data, manifest, keys)
+
+
+def _check(data: bytes, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
+    """Check one signature. What it states is parsed only if a known key made it."""
     try:
-        envelope = read_envelope(kept.data)
+        envelope = read_envelope(data)
     except InvalidSignature as error:
         return _invalid(str(error))
     kind, hint = envelope.kind, escape(envelope.hint, 64)

@@ -104,7 +104,7 @@ class ObjectTarget:
             layout="store",
             manifests=1,
             blobs=[PushedBlob.of(blob, store) for blob in self._manifest.blobs],
-            is_published=former == self._data,
+            is_published=former == self._data and objects.has_copy(self._data),
             replaced=None if former in {None, self._data} else Digest.of(former or b""),
         )
         self.notices: Sequence[str] = (

@@ -26,6 +26,7 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.media_types import MANIFEST
 from blobstore.objects.address import ModelAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.transfer.pull import STREAMS
@@ -140,7 +141,7 @@ def verify_remote(
         jobs = {
             (_place(source), blob.id): (source, blob)
             for source, (blobs, layers) in zip(sources, read, strict=True)
-            for blob in (*blobs, *layers)
+            for blob in (*blobs, *layers, *_copies_of_manifest(source))
             if blob.digest in hashed
         }
         workers = WorkerPool(streams, progress, sum(blob.size for _, blob in jobs.values()))
@@ -219,6 +220,13 @@ def _blobs_of(
         faults.append(RemoteFault(str(source.address), "compressed forms", error.message, digest))
 
     return source.model.blobs, _cold_layers(source, report_manifest)
+
+
+def _copies_of_manifest(source: RemoteSource | ObjectSource) -> list[Descriptor]:
+    """Return the manifest as the blob that object storage has of it, so that its digest finds it."""
+    if isinstance(source, RemoteSource):
+        return []
+    return [Descriptor(MANIFEST, source.root.digest, len(source.data), "copy of the manifest")]
 
 
 def _cold_layers(

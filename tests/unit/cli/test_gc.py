@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.scan import digest_of
-from tests.support.damage import write_manifest
+from tests.support.damage import forget_manifests, write_manifest
 from tests.unit.cli.running import command_line, environment, run, run_json
 
 
 @pytest.fixture
 def emptied(stored: LocalStore) -> LocalStore:
     """Give a store whose one model has lost its name."""
-    stored.manifest_path(Reference.parse("dense")).unlink()
+    forget_manifests(stored, "dense")
     return stored
 
 

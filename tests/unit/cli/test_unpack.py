@@ -47,6 +47,19 @@ def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("command", [("unpack", "--list"), ("show",)])
+def test_lists_who_signed_the_models(
+    store: LocalStore, path: Path, command: tuple[str, ...]
+) -> None:
+    heading, base, tuned, _ = run(*command, path).stdout.splitlines()
+    assert heading.split()[-2:] == ["SIGNED", "BY"]
+    assert base.endswith("a key that is not named (cosign, not checked)")
+    assert tuned.split()[-1] == "-"
+    first, second = run_json(*command, path)["models"]
+    assert [one["state"] for one in first["signatures"]] == ["not checked"]
+    assert second["signatures"] == []
+
+
 def test_as_gives_the_models_another_namespace(store: LocalStore, path: Path) -> None:
     assert run("unpack", path, "--as", "lab").stdout.splitlines()[1:] == [
         "  lab/base:latest",

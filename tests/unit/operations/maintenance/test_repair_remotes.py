@@ -17,6 +17,7 @@ from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.signatures.cosign import write_signature
 from blobstore.store.local import LocalStore
 from tests.support.damage import flip, forget_manifests
 from tests.support.models import dense_tensors, write_folder
@@ -100,6 +101,22 @@ def test_a_store_without_manifests_is_restored_from_all_models_of_a_remote(
         done = repair_models((), place, store=store)
     assert [str(item.reference) for item in done.restored] == ["a:latest", "b:latest"]
     assert (done.verified.models, done.faults) == (2, ())
+
+
+@pytest.mark.parametrize("kind", ["objects", "store"])
+def test_a_manifest_comes_with_its_signatures(kind: str, store: LocalStore, tmp_path: Path) -> None:
+    digest = Digest.of(store.read_manifest("a"))
+    signature = write_signature(b"what is signed", b"by nobody")
+    forget_manifests(store, "a")
+    with elsewhere("objects", tmp_path) as bucket:
+        other = LocalStore(tmp_path / "other")
+        other.keep_signature(digest, signature, is_verified=True)
+        push_model("a", bucket, store=other)
+        place = f"{bucket}/a" if kind == "objects" else other.root
+        assert repair_models(["a"], place, store=store, dry_run=True).restored[0].signatures == 0
+        (restored,) = repair_models(["a"], place, store=store).restored
+    assert restored.signatures == 1
+    assert list(store.signatures(digest)) == [signature]
 
 
 def test_only_names_that_were_lost_come_back_by_themselves(

@@ -9,6 +9,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, RemoteRefused, UsageError
+from blobstore.operations.transfer.push import push_model
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.manifest import OCI_MANIFEST
@@ -186,3 +187,26 @@ def test_a_damaged_list_of_compressed_forms_is_a_fault(
     (fault,) = verify_remote(case.remote).faults
     assert fault.layer == "compressed forms"
     assert str(fault.blob) == key[1]
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_the_copy_of_a_manifest_in_object_storage_is_judged_and_pushed_again(
+    tmp_path: Path, *, is_gone: bool
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    frozen.put(store, "one", {"own": 2})
+    bucket = f"file://{tmp_path}/bucket"
+    push_model("one", bucket, store=store)
+    intact = verify_remote(f"{bucket}/one")
+    assert (intact.blobs, intact.faults) == (2, ())
+    digest = Digest.of(store.read_manifest("one"))
+    copy = tmp_path / "bucket" / "blobs" / digest.file_name
+    if is_gone:
+        copy.unlink()
+    else:
+        copy.write_bytes(copy.read_bytes()[:-1])
+    for address in (f"{bucket}/one", bucket):
+        (fault,) = verify_remote(address).faults
+        assert (fault.layer, fault.blob) == ("copy of the manifest", digest)
+    push_model("one", bucket, store=store)
+    assert verify_remote(bucket).faults == ()
