@@ -32,6 +32,7 @@ import xllamacpp
 parser = argparse.ArgumentParser()
 parser.add_argument("-m")
 parser.add_argument("--port", type=int)
+parser.add_argument("--reverse-prompt")
 options = parser.parse_args()
 params = xllamacpp.CommonParams()
 params.model.path, params.port = options.m, options.port
