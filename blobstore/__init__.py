@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.thaw import Thawed
     from blobstore.operations.freeze.thaw import thaw_models as thaw
     from blobstore.operations.ingest.ingest import IngestedModel, ingest
+    from blobstore.operations.maintenance.collected import Collected
     from blobstore.operations.maintenance.copy_to_store import CopiedModel, copy_to_store
-    from blobstore.operations.maintenance.gc import Collected
     from blobstore.operations.maintenance.gc import collect_garbage as gc
     from blobstore.operations.maintenance.gc_objects import CollectedObjects
     from blobstore.operations.maintenance.gc_objects import collect_objects as gc_remote
@@ -108,7 +108,7 @@ _HOMES = {
     "BlobstoreError": ("blobstore.errors", "BlobstoreError"),
     "CheckedArchive": ("blobstore.operations.archive.unpack", "CheckedArchive"),
     "Checkpoint": ("blobstore.sources.pytorch.checkpoint", "Checkpoint"),
-    "Collected": ("blobstore.operations.maintenance.gc", "Collected"),
+    "Collected": ("blobstore.operations.maintenance.collected", "Collected"),
     "CollectedObjects": ("blobstore.operations.maintenance.gc_objects", "CollectedObjects"),
     "Comparison": ("blobstore.operations.compare.compare", "Comparison"),
     "Copied": ("blobstore.operations.export.convert", "Copied"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.cli.output import Output
-    from blobstore.operations.maintenance.gc import Collected, KeptBlob
+    from blobstore.operations.maintenance.collected import Collected, KeptBlob
     from blobstore.operations.maintenance.gc_objects import CollectedObjects
     from blobstore.store.local import LocalStore
 

@@ -99,8 +99,8 @@ def test_llama_cpp_answers_from_a_frozen_model_of_ollama_as_from_its_file(tmp_pa
     ollama = LocalStore(tmp_path / "ollama")
     system = {media_types.SYSTEM: b"You are a pirate."}
     add_gguf_model(ollama, "smol:135m", file.read_bytes(), others=system)
-    for words in (("create", "--all", "ollama://"), ("freeze", "smol:135m")):
-        done = run_process(*words, "--store", store, OLLAMA_MODELS=str(ollama.root))
+    for step in (("create", "--all", "ollama://"), ("freeze", "smol:135m")):
+        done = run_process(*step, "--store", store, OLLAMA_MODELS=str(ollama.root))
         assert done.returncode == 0, done.stderr
     with blobstore.open("smol:135m", store=store) as model:
         assert model.read_file("ollama/system") == b"You are a pirate."

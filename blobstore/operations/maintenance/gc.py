@@ -18,16 +18,16 @@ import os
 import shutil
 import stat
 import time
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, allocated, sync_folder
 from blobstore.errors import BlobDamaged, ImplausibleGarbage
+from blobstore.operations.maintenance.collected import Collected, KeptBlob, Removed
 from blobstore.operations.maintenance.lost_manifests import (
     GRACE,
     age_of,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.maintenance.collected import Reason
 
 PARTIAL_GRACE: Final = 7 * 86400.0
 """The same for unfinished downloads, which the next pull of the model continues."""
@@ -63,75 +64,6 @@ _HOLD = 0.2
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
 _PREFIX = Digest("").file_name
-
-Reason = Literal["young", "in use", "base", "damaged manifest", "lost manifest", "partial"]
-
-
-class Removed(NamedTuple):
-    """A file that was removed, or would be."""
-
-    path: Path
-    """Below the root of the store; absolute if it is elsewhere."""
-    size: int
-    """Bytes."""
-
-
-class KeptBlob(NamedTuple):
-    """A blob that no manifest references, but that was kept."""
-
-    path: Path
-    """Below the root of the store."""
-    size: int
-    """Bytes."""
-    reason: Reason
-    """Too young; leased; the base of a delta-encoded blob; perhaps the config of a damaged manifest; of a
-    name whose manifest is lost; or a young unfinished download."""
-    processes: tuple[int, ...]
-    """The IDs of the processes that have leased it."""
-    removable: float
-    """When it is old enough, in seconds since the epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """The result of :func:`collect_garbage`."""
-
-    blobs: tuple[Removed, ...] = field(default=(), repr=False)
-    """Blobs that no manifest references, hot and cold."""
-    leftovers: tuple[Removed, ...] = field(default=(), repr=False)
-    """Temporary files and leases of dead processes, caches of removed models, old unfinished downloads
-    and uploads, and copies that ``run`` has made."""
-    folders: tuple[Path, ...] = ()
-    """Empty folders of manifests, below the root."""
-    kept_blobs: tuple[KeptBlob, ...] = field(default=(), repr=False)
-    """Blobs that no manifest references, but that were kept."""
-    refusal: str = ""
-    """Why the same collection fails without ``force``; only a dry run returns this."""
-
-    @property
-    def size(self) -> int:
-        """Bytes that were freed, or would be."""
-        return sum(item.size for item in (*self.blobs, *self.leftovers))
-
-    @property
-    def kept(self) -> int:
-        """The number of kept blobs that are not bases."""
-        return sum(item.reason != "base" for item in self.kept_blobs)
-
-    @property
-    def kept_size(self) -> int:
-        """Bytes of these."""
-        return sum(item.size for item in self.kept_blobs if item.reason != "base")
-
-    @property
-    def bases(self) -> int:
-        """The number of kept blobs that are bases of delta-encoded blobs."""
-        return len(self.kept_blobs) - self.kept
-
-    @property
-    def bases_size(self) -> int:
-        """Bytes of these."""
-        return sum(item.size for item in self.kept_blobs) - self.kept_size
 
 
 def collect_garbage(

@@ -31,7 +31,8 @@ from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.operations.maintenance.gc import Removed, _Candidate, _Collection, collect_garbage
+from blobstore.operations.maintenance.collected import Removed
+from blobstore.operations.maintenance.gc import _Candidate, _Collection, collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models

@@ -17,6 +17,7 @@ from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy, Sto
 from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance import gc as collect
+from blobstore.operations.maintenance.collected import Collected, Removed
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.registry.reference import RemoteReference
@@ -48,7 +49,7 @@ def put(store: LocalStore, data: bytes, age: float = 0) -> Digest:
     return digest
 
 
-def names(found: tuple[collect.Removed, ...]) -> set[str]:
+def names(found: tuple[Removed, ...]) -> set[str]:
     return {item.path.name for item in found}
 
 
@@ -508,7 +509,7 @@ def test_two_collections_at_once_remove_each_blob_once(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     garbage = put(store, b"garbage")
-    sweep, found = collect._Collection.sweep, list[collect.Collected]()
+    sweep, found = collect._Collection.sweep, list[Collected]()
 
     def late(self: Any, candidates: Any) -> Any:
         monkeypatch.undo()
