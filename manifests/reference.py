@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
@@ -25,6 +25,8 @@ _PARTS = {
 }
 _NUMBERS = re.compile("([0-9]+)")
 _PATHS = ("/", "./", "../", "~")
+NOT_A_NAME: Final = "a glob is no name here; choose from the names that list shows"
+"""The advice of errors about globs, which only the command line takes."""
 _HOST_ALONE = re.compile(
     r"localhost|[A-Za-z0-9][\w-]*(?:(?:\.[\w-]+)+(?::\d{1,5})?|:\d{1,5})", re.ASCII
 )
@@ -104,9 +106,12 @@ class Reference:
         try:
             return cls.parse(name)
         except InvalidReference as error:
-            if error.advice or not name.startswith(_PATHS):
-                raise
-            raise InvalidReference(error.message, advice="store= takes a store") from None
+            advice = error.advice
+            if not advice and name.startswith(_PATHS):
+                advice = "store= takes a store"
+            elif not advice and not set("*?[").isdisjoint(name):
+                advice = NOT_A_NAME
+            raise InvalidReference(error.message, advice=advice) from None
 
     @classmethod
     def all_of(cls, names: Names) -> tuple[Reference, ...]:

@@ -30,6 +30,7 @@ _NAMES: Final = {
     **dict.fromkeys(
         ("load", "load_file", "from_pretrained", "safe_open", "get", "resolve"), "open"
     ),
+    **dict.fromkeys(("snapshot_download", "hf_hub_download"), "create"),
     **dict.fromkeys(("save", "save_file", "save_pretrained", "dump"), "save"),
     **dict.fromkeys(("Store", "Blobstore"), "LocalStore"),
     **dict.fromkeys(("exists", "has"), "LocalStore.has_model"),
@@ -51,6 +52,22 @@ _ARGUMENTS: Final = {
     "callback": ("progress",),
 }
 """What other libraries call our arguments; the first that a function has is meant."""
+_ATTRIBUTES: Final = {
+    **dict.fromkeys(("size", "bytes"), "nbytes"),
+    **dict.fromkeys(("id", "hash", "sha256"), "digest"),
+    **dict.fromkeys(("shapes", "dtypes", "shape", "dtype"), "specs"),
+}
+"""What other libraries call the attributes of a model."""
+_FILTER: Final = "filter what it returns, for example with fnmatch"
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error of an attribute that an object does not have, with the one that may be meant."""
+    public = [one for one in dir(owner) if not one.startswith("_")]
+    meant = [one for one in (_ATTRIBUTES.get(name),) if one in public]
+    advice = question(meant or most_like(name, public, 0.7)) if name[:1] != "_" else ""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{text}; {advice}" if advice else text, name=name, obj=owner)
 
 
 def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +119,8 @@ def _wrong_call(
             )
     if len(args) > len(places):
         extra = args[len(places)]
+        if isinstance(extra, str) and not set("*?[").isdisjoint(extra):
+            return InvalidCall(f"{name}() takes no glob: {quote(extra)}", advice=_FILTER)
         is_store = isinstance(extra, os.PathLike) or "Store" in type(extra).__name__
         is_store |= isinstance(extra, str) and "/" in extra
         return InvalidCall(

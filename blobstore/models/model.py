@@ -17,6 +17,7 @@ from blobstore.core import pictures
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.globs import MAX_GLOB, glob_matches
+from blobstore.core.public_calls import no_attribute
 from blobstore.core.slicing import select
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import BlobstoreError, Damaged, StoreError, TensorNotFound, TooManyMaps
@@ -118,6 +119,11 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name not in _INTERNAL]
+
+    if not TYPE_CHECKING:  # or no attribute would be wrong
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""

@@ -11,6 +11,8 @@ from blobstore.cli.main import _COMMANDS
 from blobstore.core import public_calls
 from blobstore.core.synonyms import COMMANDS
 from blobstore.errors import BlobstoreError, InvalidCall, UsageError
+from blobstore.store.local import LocalStore
+from tests.support.models import add_blobs, blob
 
 
 def guess(text: str) -> str:
@@ -26,7 +28,8 @@ def guess(text: str) -> str:
     ("call", "message"),
     [
         ("list('/there')", "list() takes no arguments without a name, got 1; write list(store='/there')"),
-        ("list('m*')", "list() takes no arguments without a name, got 1; name the others: store, read_sources, "),
+        ("list('m*')", "list() takes no glob: 'm*'; filter what it returns, for example with fnmatch"),
+        ("remove('m*')", "not a model name: model 'm*' must be 1 to 80 letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'; a glob is no name here; choose from the names that list shows"),
         ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
         ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
         ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),
@@ -59,6 +62,7 @@ def test_a_wrong_call_says_the_right_one_in_one_line(call: str, message: str) ->
         "serve": "start_server",
         "exists": "LocalStore.has_model",
         "freze": "freeze",
+        "snapshot_download": "create",
     }.items(),
 )
 def test_a_name_that_does_not_exist_says_which_one_is_meant(name: str, meant: str) -> None:
@@ -81,6 +85,32 @@ def test_every_synonym_leads_to_a_command_or_a_public_name() -> None:
 
     assert functions <= set(blobstore.__all__)
     assert set(COMMANDS.values()) <= set(_COMMANDS)
+
+
+def test_the_package_that_serves_is_no_function() -> None:
+    import blobstore.serve
+
+    with pytest.raises(InvalidCall, match=r"serve is a package; did you mean '.*start_server'"):
+        blobstore.serve("store")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("size", "; did you mean 'nbytes'?"),
+        ("close_", "; did you mean 'close'?"),
+        ("zzz", "'zzz'"),
+        ("__array__", "'__array__'"),
+    ],
+)
+def test_an_attribute_that_a_model_lacks_says_which_one_is_meant(
+    store: LocalStore, name: str, end: str
+) -> None:
+    add_blobs(store, "m", {"x": blob(("x", "U8", (1,), b"1"))})
+    with blobstore.open("m", store=store) as model, pytest.raises(AttributeError) as caught:
+        getattr(model, name)
+    assert str(caught.value).endswith(end)
+    assert not hasattr(model, "size")
 
 
 def test_an_error_inside_of_a_function_stays_what_it_is() -> None:
