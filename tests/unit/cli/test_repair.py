@@ -133,10 +133,11 @@ def test_json_lists_restored_manifests(stored: LocalStore, dense: Path, tmp_path
     path = stored.manifest_path(Reference.parse("dense"))
     path.write_bytes(path.read_bytes().replace(b'"merges.txt"', b'"mergds.txt"'))
     told = run_json("repair", "--from", other, "--dry-run")
-    assert told["manifests"] == [{"model": "dense:latest", "quarantined": None}]
+    assert told["manifests"] == [{"model": "dense:latest", "quarantined": None, "signatures": 0}]
     told = run_json("repair", "--from", other)
     (aside,) = stored.folder("quarantine").iterdir()
-    assert told["manifests"] == [{"model": "dense:latest", "quarantined": str(aside)}]
+    restored = {"model": "dense:latest", "quarantined": str(aside), "signatures": 0}
+    assert told["manifests"] == [restored]
     assert run_json("repair", "--from", other)["manifests"] == []
 
 

@@ -53,7 +53,7 @@ def test_lists_the_models_of_an_archive(store: LocalStore, tmp_path: Path, comma
     lines = run(command, path).stdout.splitlines()
     found = run_json(command, path)
 
-    assert lines[0].split() == ["NAME", "ID", "SIZE", "STORED"]
+    assert lines[0].split() == ["NAME", "ID", "SIZE", "STORED", "SIGNED", "BY"]
     assert [line.split()[0] for line in lines[1:3]] == ["base:latest", "tuned:latest"]
     assert lines[3].startswith(f"{path}: 2 models, 8 blobs (3 as deltas) in ")
     assert [model["name"] for model in found["models"]] == ["base:latest", "tuned:latest"]
