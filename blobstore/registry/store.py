@@ -29,7 +29,7 @@ from blobstore.registry.layouts.read import Place, RemoteModel, read_model
 from blobstore.registry.reference import RemoteReference, split_scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from blobstore.core.digest import Digest
     from blobstore.registry.manifest import RemoteManifest
@@ -173,9 +173,14 @@ def _check_sizes(manifest: Manifest) -> None:
 
 
 def list_tags(
-    address: str, *, plain_http: bool | None = None
+    address: str,
+    *,
+    plain_http: bool | None = None,
+    is_chosen: Callable[[str], bool] = lambda _: True,
 ) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the models in a repository, by their tags in order, with the digests of their manifests.
+
+    Only those are asked for and returned that are chosen by their addresses, which have no scheme.
 
     If the registry has no such repository, those of all repositories below it are returned, as far as it
     lists them. An address that ends with a slash stands for these alone, and that of a registry,
@@ -193,35 +198,34 @@ def list_tags(
     with RegistryClient(place.host, plain_http=place.uses_plain_http(plain_http)) as client:
         if not path or path.endswith("/"):
             start = f"{place.repository}/" if path else ""
-            return list(_tags_below(client, place, start))
+            return list(_tags_below(client, place, start, is_chosen))
         try:
-            return _tags(client, place)
+            return _tags(client, place, is_chosen)
         except ModelNotFound:
             with contextlib.suppress(NotFound, RemoteError):
-                if found := list(_tags_below(client, place, f"{place.repository}/")):
+                if found := list(_tags_below(client, place, f"{place.repository}/", is_chosen)):
                     return found
             raise
 
 
 def _tags(
-    client: RegistryClient, place: RemoteReference
+    client: RegistryClient, place: RemoteReference, is_chosen: Callable[[str], bool]
 ) -> list[tuple[RemoteReference, Digest | None]]:
-    """Return the tags of the repository of ``place``."""
+    """Return the chosen tags of the repository of ``place``."""
     tags = sorted(tag for tag in client.tags(place.repository) if not _ABOUT_A_MODEL.match(tag))
+    places = [replace(place, tag=tag, digest=None) for tag in tags]
+    places = [one for one in places if is_chosen(str(one))]
     digests = WorkerPool(_STREAMS, None, 0).run(
-        tags, lambda tag: client.head_manifest(place.repository, tag), client.abort
+        places, lambda one: client.head_manifest(one.repository, one.tag), client.abort
     )
-    return [
-        (replace(place, tag=tag, digest=None), digest)
-        for tag, digest in zip(tags, digests, strict=True)
-    ]
+    return list(zip(places, digests, strict=True))
 
 
 def _tags_below(
-    client: RegistryClient, place: RemoteReference, start: str
+    client: RegistryClient, place: RemoteReference, start: str, is_chosen: Callable[[str], bool]
 ) -> Iterator[tuple[RemoteReference, Digest | None]]:
-    """Yield the tags of all repositories of the registry of ``place`` that begin with ``start``."""
+    """Yield the chosen tags of all repositories of the registry of ``place`` that begin with ``start``."""
     for repository in sorted(client.repositories()):
         if repository.startswith(start):
             with contextlib.suppress(ModelNotFound):  # all of its tags were removed
-                yield from _tags(client, replace(place, repository=repository))
+                yield from _tags(client, replace(place, repository=repository), is_chosen)

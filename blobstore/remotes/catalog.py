@@ -16,7 +16,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.remotes.addresses import is_in_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
@@ -55,13 +55,19 @@ def shared_sizes(entries: Sequence[RemoteEntry]) -> list[int]:
     return [sum(blob.size for blob in entry.blobs if uses[blob.digest] > 1) for entry in entries]
 
 
-def read_remote_catalog(address: str, *, plain_http: bool | None = None) -> list[RemoteEntry]:
+def read_remote_catalog(
+    address: str,
+    *,
+    plain_http: bool | None = None,
+    is_chosen: Callable[[str], bool] = lambda _: True,
+) -> list[RemoteEntry]:
     """Return the models at an address, sorted by name. Only manifests are read.
 
     Args:
         address: a store in object storage, or a model there; or a repository in a registry, ``oci://…``,
             the start of several, or a registry alone.
         plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
+        is_chosen: whether the model with an address, as entries have it, is read and returned.
 
     Raises:
         InvalidReference: the address is not valid.
@@ -69,13 +75,13 @@ def read_remote_catalog(address: str, *, plain_http: bool | None = None) -> list
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
     """
     if not is_in_objects(address):
-        return _tags(address, plain_http)
+        return _tags(address, plain_http, is_chosen)
     if (store := find_store(address)) is None:
         from blobstore.objects.source import ObjectSource
 
         _, model, data = ObjectSource.locate(address)
-        return [_entry(str(model), data, None)]
-    names = sorted(store.list_manifests())
+        return [_entry(str(model), data, None)] if is_chosen(str(model)) else []
+    names = sorted(one for one in store.list_manifests() if is_chosen(_address(store, one[0])))
     return WorkerPool(_STREAMS, None, 0).run(names, partial(_stored, store))
 
 
@@ -137,9 +143,13 @@ def has_many_models(address: str, *, plain_http: bool | None = None) -> bool:
     return False
 
 
+def _address(store: ObjectStore, name: Reference) -> str:
+    return f"{store.address}/{name}"
+
+
 def _stored(store: ObjectStore, named: tuple[Reference, ObjectInfo]) -> RemoteEntry:
     name, item = named
-    where, modified = f"{store.address}/{name}", item.modified.timestamp()
+    where, modified = _address(store, name), item.modified.timestamp()
     try:
         return _entry(where, store.read_manifest(name), modified)
     except ModelNotFound as error:  # another process has removed it
@@ -155,11 +165,13 @@ def _entry(address: str, data: bytes, modified: float | None) -> RemoteEntry:
     return RemoteEntry(address=address, digest=digest, modified=modified, blobs=tuple(blobs))
 
 
-def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
+def _tags(
+    address: str, plain_http: bool | None, is_chosen: Callable[[str], bool]
+) -> list[RemoteEntry]:
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.store import RemoteSource, list_tags
 
-    tags = list_tags(address, plain_http=plain_http)
+    tags = list_tags(address, plain_http=plain_http, is_chosen=is_chosen)
     if not tags:
         return []
     place = tags[0][0]

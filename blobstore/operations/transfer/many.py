@@ -256,20 +256,21 @@ def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
         starts = [fixed[:end].removeprefix(SCHEME)]
     failure: NotFound | None = None
     for place, start in zip(places, starts, strict=True):
+        pattern = text[len(place.removesuffix("/")) + 1 :]
+        is_match = partial(_is_match, pattern, len(start) + 1)
         try:
-            entries = read_remote_catalog(place, plain_http=plain_http)
+            found = read_remote_catalog(place, plain_http=plain_http, is_chosen=is_match)
         except NotFound as error:
             failure = failure or error
             continue
-        pattern = text[len(place.removesuffix("/")) + 1 :]
-        found = [entry for entry in entries if _is_match(entry.address[len(start) + 1 :], pattern)]
         if found:
             return found
         failure = failure or ModelNotFound(f"no model matches {quote(text)}")
     raise failure or ModelNotFound(f"no model matches {quote(text)}")
 
 
-def _is_match(name: str, pattern: str) -> bool:
+def _is_match(pattern: str, begin: int, address: str) -> bool:
+    name = address[begin:]
     return any(glob_matches(one, pattern) for one in (name, name.removesuffix(":latest")))
 
 

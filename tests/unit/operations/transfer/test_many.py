@@ -17,6 +17,7 @@ from blobstore.errors import (
     NotFound,
     UsageError,
 )
+from blobstore.objects.store import ObjectStore
 from blobstore.operations.transfer.many import (
     find_remote_models,
     pull_models,
@@ -24,6 +25,7 @@ from blobstore.operations.transfer.many import (
 )
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
+from blobstore.registry.client import RegistryClient
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -291,3 +293,31 @@ def test_a_model_without_a_namespace_has_none_on_its_way(
     assert str(pulled.reference) == str(pulled.remote) == f"{server.host}/alone:latest"
     pushed = push_model(f"{server.host}/alone", store=tmp_path / "other")
     assert str(pushed.remote) == f"{server.host}/alone:latest"
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+def test_a_glob_reads_the_manifests_of_its_models_only(
+    is_registry: bool,
+    local: LocalStore,
+    remote: str,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number in range(5):
+        push_model(
+            "one", f"{remote}:v{number}" if is_registry else f"{bucket}/one:v{number}", store=local
+        )
+    read = []
+    kind = RegistryClient if is_registry else ObjectStore
+    names = ["head_manifest", "get_manifest"] if is_registry else ["read_manifest"]
+    for name in names:
+        real = getattr(kind, name)
+
+        def counted(self: object, *arguments: Any, real: Any = real, **options: Any) -> Any:
+            read.append(arguments)
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+    (found,) = find_remote_models([f"{remote}:*3" if is_registry else f"{bucket}/one:*3"])
+    assert found.address.endswith(":v3")
+    assert 0 < len(read) <= 3
