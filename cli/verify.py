@@ -130,6 +130,7 @@ def command(
         output.show_note(_ADVICE)
     lost = set(map(str, verified.lost))
     if lost:
+        lost.add("")  # the store itself, which may have lost its whole folder of manifests
         output.show_note(_LOST)
     if any(not fault.blob and fault.reference not in lost for fault in verified.faults):
         output.show_note(f"for manifests: {ADVICE}")

@@ -184,3 +184,17 @@ def test_an_address_is_read_back_and_a_whole_store_with_each_blob_once(
     assert run_json("verify", place, exit_code=4)["models"] == 1
     run("verify", f"{place}/typo", exit_code=3)
     run("verify", place, "dense", exit_code=2)
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_says_once_what_helps_against_lost_manifests(stored: LocalStore, *, is_all: bool) -> None:
+    run("cp", "dense", "other")
+    for name in ("dense", "other")[: 2 if is_all else 1]:
+        stored.manifest_path(name).unlink()
+    result = run("verify", exit_code=4)
+    (note,) = result.stderr.splitlines()
+    assert note.startswith("note: 'blobstore repair' restores lost manifests")
+    assert result.stdout.count("\n") == 2
+    count = "2 manifests" if is_all else "1 manifest"
+    assert f"rewrote {count}; ok: 2 models, " in run("repair").stdout
+    run("verify")
