@@ -57,7 +57,7 @@ def write_ladder(folder: Path, tensors: int = 0) -> Iterator[Path]:
             for tensor, item in rounded.items()
         }
         data = {tensor: gguf.quantize(item, kinds[tensor]) for tensor, item in rounded.items()}
-        path.write_bytes(start + _tensors(start, rounded, kinds, data))
+        path.write_bytes(start + tensors_of(start, rounded, kinds, data))
         yield path
 
 
@@ -67,12 +67,13 @@ def _type_of(tensor: str, dimensions: int, name: str) -> str:
     return "Q8_0" if tensor == EMBEDDINGS and name != "BF16" else name
 
 
-def _tensors(
+def tensors_of(
     start: bytes,
     shapes: dict[str, np.ndarray],
     kinds: dict[str, gguf.GGMLQuantizationType],
     data: dict[str, np.ndarray],
 ) -> bytes:
+    """Return the rest of a GGUF file that begins with ``start``: descriptions of tensors, and their data."""
     described, at = b"", 0
     for name, item in data.items():
         shape = shapes[name].shape[::-1]

