@@ -73,16 +73,21 @@ class Published:
 
     def references(self) -> Iterator[Reference]:
         """Yield the names that have a link. Raises StoreError."""
-        for entry in walk_files(self._folder):
-            below = Path(entry.path).relative_to(self._folder)
-            reference = self._store.reference_of(self._store.folder("manifests") / below)
+        for path in self._manifests():
+            reference = self._store.reference_of(Path(path))
             if reference is not None:  # otherwise it is a file of something else
                 yield reference
 
+    def _manifests(self) -> Iterator[str]:
+        """Yield for each link where the manifest is, or was; strings, because there may be thousands."""
+        folder, below = str(self._store.folder("manifests")), len(str(self._folder))
+        return (folder + entry.path[below:] for entry in walk_files(self._folder))
+
     def without_manifest(self) -> Iterator[tuple[Reference, bytes]]:
         """Yield the names whose manifest is gone for any reason, with that manifest. Raises StoreError."""
-        for reference in self.references():
-            if not self._store.has_model(reference):
+        for path in self._manifests():
+            reference = None if os.path.lexists(path) else self._store.reference_of(Path(path))
+            if reference is not None:
                 with contextlib.suppress(OSError, BlobstoreError):
                     # Read after the look, because a removal takes the link first.
                     data = self.read_manifest(reference)
