@@ -98,6 +98,11 @@ class References:
         text = self._digests.hex()
         return {text[64 * number : 64 * number + 64] for number in numbers}
 
+    def by_file_name(self) -> dict[str, int]:
+        """Return the numbers of the blobs so far by the names of their files: quicker, if most are looked up."""
+        text = self._digests.hex()
+        return {f"sha256-{text[64 * n : 64 * n + 64]}": n for n in range(len(self))}
+
     def number(self, digest: Digest, size: int = 0) -> int:
         """Return the number of a blob, a new one if it was not met before."""
         return self._number(bytes.fromhex(digest.hex), size)

@@ -285,8 +285,8 @@ class DiskBlobs:
 
     def space(self, numbers: Iterable[int]) -> Space:
         """Return the space of those blobs that exist."""
-        sizes = self.all_sizes
-        return _total([sizes[number] for number in numbers if number in sizes])
+        found = map(self.all_sizes.get, numbers)
+        return _total([size for size in found if size is not None])
 
 
 def _blobs(entry: CatalogEntry) -> Sequence[int]:
@@ -300,12 +300,13 @@ def _measure_blobs(
     number = references.number
     hot: dict[int, int] = {}
     foreign: list[int] = []
+    known = references.by_file_name()
     for entry, status in _status_of(each_file(store.folder("blobs"))):
-        digest = digest_of(entry.name)
-        if digest is None or not stat.S_ISREG(status.st_mode):
+        blob = known[entry.name] if entry.name in known else _number_of(entry.name, references)
+        if blob is None or not stat.S_ISREG(status.st_mode):
             foreign.append(status.st_size)
         else:
-            hot[number(digest)] = status.st_size
+            hot[blob] = status.st_size
     cold_files = {number(digest): (digest, found) for digest, found in store.cold_files().items()}
     cold = {blob: found.st_size for blob, (_, found) in cold_files.items()}
     for entry, status in _files(store.folder("bases")):
@@ -344,6 +345,12 @@ def _measure_blobs(
         doubtful=doubtful,
         foreign=foreign,
     )
+
+
+def _number_of(name: str, references: References) -> int | None:
+    """Return the number of the blob whose file has a name; None if that is not the file of a blob."""
+    digest = digest_of(name)
+    return None if digest is None else references.number(digest)
 
 
 def _faults(store: LocalStore, found: DiskBlobs, entry: CatalogEntry) -> Iterator[BlobstoreError]:
