@@ -12,6 +12,8 @@ import re
 from pathlib import PurePath
 from typing import Final, Literal, NamedTuple
 
+from blobstore.errors import DamagedSource, UnsupportedSource
+
 HEAD: Final = 1 << 12
 """Bytes that are looked at."""
 
@@ -26,8 +28,10 @@ class FileKind(NamedTuple):
     use: Literal["read", "stored", "absent"] = "stored"
     """Whether its tensors can be read; or it is not the file itself."""
 
-    def __str__(self) -> str:
-        return f"{self.what}; {self.advice}" if self.advice else self.what
+    def error(self, where: str, *, advice: str = "") -> DamagedSource | UnsupportedSource:
+        """Return the error of a file of this kind, which cannot be read."""
+        error = DamagedSource if self.use == "absent" else UnsupportedSource
+        return error(f"{where}: this is {self.what}", advice=advice or self.advice)
 
 
 SAFETENSORS: Final = FileKind("a safetensors file", "give it the ending .safetensors", "read")

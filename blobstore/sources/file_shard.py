@@ -91,8 +91,7 @@ class FileShard(ABC):
         if self.begins(head):
             return DamagedSource(f"{where}: {error}")
         if kind := kind_of(head):
-            fault = DamagedSource if kind.use == "absent" else UnsupportedSource
-            return fault(f"{where}: this is {kind.what}", advice=kind.advice)
+            return kind.error(where)
         return UnsupportedSource(
             f"{where}: this is not a {self.format} file, nor any other format that blobstore knows"
         )

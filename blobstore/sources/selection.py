@@ -21,7 +21,7 @@ from blobstore.core.file_kinds import FileKind, kind_of, kind_of_name
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.core.schemes import OLLAMA
-from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.base import COMPLETE
 from blobstore.sources.file_tree import FileTree, joined
@@ -544,10 +544,9 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     for name in sorted(names, key=lambda name: name.count("/")):
         check_whole(tree, [name])
         if kind := _other_kind(tree, name):
-            what = f"{tree.label()} has no weights that can be read, but {quote(name)}: this is {kind.what}"
-            if kind.use == "absent":
-                return DamagedSource(what, advice=kind.advice)
-            return UnsupportedSource(what, advice=keeping(name, names, instead_of=kind.advice))
+            where = f"{tree.label()} has no weights that can be read, but {quote(name)}"
+            keep = keeping(name, names, instead_of=kind.advice)
+            return kind.error(where, advice="" if kind.use == "absent" else keep)
     what = "has no weight files" if tree.entries() else "is empty"
     advice = ""
     if deeper := dict.fromkeys(

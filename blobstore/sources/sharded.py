@@ -167,9 +167,7 @@ class ShardSet:
             raise DamagedSource(f"weight file {quote(path)} is missing") from None
         except UnknownFormat as error:
             if kind := kind_of_name(path.name):
-                raise UnsupportedSource(
-                    f"{quote(path)}: this is {kind.what}", advice=kind.advice
-                ) from None
+                raise kind.error(quote(path)) from None
             raise error from None
 
     def check_stripped(self, path: Path) -> None:

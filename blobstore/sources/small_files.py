@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import join_some, shell_word
 from blobstore.core.globs import any_glob_matches
 from blobstore.manifests.file_names import is_valid_name
-from blobstore.sources.base import KEPT_FILES
+from blobstore.sources.base import KEPT_FILES, SourceFile
 from blobstore.sources.file_tree import joined
+from blobstore.sources.parts import check_finished
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -69,6 +70,21 @@ def matching_files(tree: FileTree, keep: Collection[str], used: Collection[str])
         if name not in used and is_valid_name(name) and any_glob_matches(name, keep)
         if tree.size(name) is not None
     }
+
+
+def files_next_to(
+    tree: FileTree, used: Collection[str], keep: Collection[str], notices: list[str]
+) -> list[SourceFile]:
+    """Return the files of a folder to keep besides those in ``used``; add notices of all others.
+
+    Raises:
+        DamagedSource: a file is a broken link, or not completely downloaded.
+    """
+    kept = matching_files(tree, keep, used)
+    kept |= {*small_files(tree, (name for name in tree.entries() if name not in used), notices)}
+    notices += check_finished(tree, {*used, *kept}, is_kept)
+    notices += left_out(tree, {*used, *kept}, keep, notices)
+    return [SourceFile(name, tree.path(name)) for name in sorted(kept)]
 
 
 def left_out(

@@ -138,7 +138,7 @@ class SourceVersions:
 def _check_is_there(descriptor: int, path: Path) -> None:
     """Check by its first bytes that a file is not something else in its place. Raises DamagedSource, OSError."""
     if kind := absence(path.name, os.pread(descriptor, HEAD, 0)):
-        raise DamagedSource(f"{quote(path)}: this is {kind.what}", advice=kind.advice)
+        raise kind.error(quote(path))
 
 
 def _changed(name: str) -> DamagedSource:

@@ -244,34 +244,7 @@ def find_models(source: str | os.PathLike[str], name: str | None = None) -> list
         SourceError: the folder cannot be read, has no models, or is a model.
         UsageError: as :func:`create_all`.
     """
-    found = _find_models(source, name)
-    if name is not None and not any(one.name.startswith(f"{name}:") for one in found):
-        raise UsageError(
-            f"all models of {quote(source)} have names of their own", advice="leave NAME out"
-        )
-    return found
-
-
-def _find_models(source: str | os.PathLike[str], name: str | None) -> list[FoundModel]:
-    if source == SCHEME:
-        return [FoundModel(*found) for found in ollama_models()]
-    if is_hub(source):
-        text = os.fspath(source)
-        found = quantizations(name or name_of(parse_hub_id(text)[0]), text, list_files(text))
-        return _checked(source, found, is_model=True)
-    folder = local_path(source, "source")
-    if not folder.is_dir():
-        raise SourceNotFound(f"no such folder: {quote(folder)}")
-    try:
-        return _checked(folder, *_in_folder(folder, name))
-    except OSError as error:
-        where = quote(error.filename or folder)
-        raise SourceError(f"cannot read {where}: {error.strerror}") from error
-
-
-def _checked(
-    source: str | os.PathLike[str], found: list[FoundModel], is_model: bool
-) -> list[FoundModel]:
+    found, is_model = _find_models(source, name)
     if is_model and len(found) < 2:
         raise SourceError(f"{quote(source)} is a model itself; create it without --all")
     if not found:
@@ -279,11 +252,31 @@ def _checked(
             f"{quote(source)} has no models; expected a cache of the Hub's client, a folder of "
             "model folders, or ollama:// for the folder of Ollama"
         )
+    if name is not None and not any(one.name.startswith(f"{name}:") for one in found):
+        raise UsageError(
+            f"all models of {quote(source)} have names of their own", advice="leave NAME out"
+        )
     return found
 
 
+def _find_models(source: str | os.PathLike[str], name: str | None) -> tuple[list[FoundModel], bool]:
+    """Return the models of a source, and whether it is a model itself, perhaps in several quantizations."""
+    if source == SCHEME:
+        return [FoundModel(*found) for found in ollama_models()], False
+    if is_hub(source):
+        text = os.fspath(source)
+        return quantizations(name or name_of(parse_hub_id(text)[0]), text, list_files(text)), True
+    folder = local_path(source, "source")
+    if not folder.is_dir():
+        raise SourceNotFound(f"no such folder: {quote(folder)}")
+    try:
+        return _in_folder(folder, name)
+    except OSError as error:
+        where = quote(error.filename or folder)
+        raise SourceError(f"cannot read {where}: {error.strerror}") from error
+
+
 def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
-    """Return the models of a folder, and whether it is a model itself, perhaps in several quantizations."""
     if (folder / "hub").is_dir() and any(map(cached_repository, (folder / "hub").iterdir())):
         folder /= "hub"  # what HF_HOME names
     if folder.name in _LM_STUDIO and (folder / "models").is_dir():

@@ -153,7 +153,7 @@ class _Tree(FetchedTree):
         """Return the first bytes of a file, which must not be something else in its place."""
         if kind := absence(name, head):
             advice = "put the file itself there, or give another address"
-            raise DamagedSource(f"{self.label(name)}: this is {kind.what}", advice=advice)
+            raise kind.error(self.label(name), advice=advice)
         return head
 
     def _fill(self, name: str, file: PartialBlob, pool: WorkerPool) -> None:

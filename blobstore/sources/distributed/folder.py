@@ -8,17 +8,14 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource, UsageError
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
-from blobstore.sources.base import SourceFile
-from blobstore.sources.parts import check_finished
 from blobstore.sources.sharded import wrapper_notices
-from blobstore.sources.small_files import is_kept, left_out, matching_files, small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.manifests.source_record import Format
-    from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.base import SourceFile, SourceOptions, TensorSource
     from blobstore.sources.distributed.files import DataFile
     from blobstore.sources.distributed.pieces import Piece
     from blobstore.sources.file_tree import FileTree
@@ -111,16 +108,6 @@ class AssembledFolder:
         self.notices += wrapper_notices(by_name)
         self._tensors = by_name
         self.specs = {name: tensor.spec for name, tensor in by_name.items()}
-
-    def _list_files(self, used: Collection[str]) -> None:
-        """Find the small files to keep; add a notice of what is left out."""
-        tree = self._tree
-        kept = matching_files(tree, self._options.keep, used)
-        entries = [name for name in tree.entries() if name not in kept]
-        kept |= set(small_files(tree, entries, self.notices))
-        self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
-        self.notices += check_finished(tree, {*used, *kept}, is_kept)
-        self.notices += left_out(tree, {*used, *kept}, self._options.keep, self.notices)
 
 
 def _position(item: tuple[str, Assembled]) -> tuple[str, int, str]:

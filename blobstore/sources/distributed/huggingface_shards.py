@@ -23,6 +23,7 @@ from blobstore.sources.distributed.pieces import Box, Piece
 from blobstore.sources.distributed.tiling import check_tiling
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.selection import read_json
+from blobstore.sources.small_files import files_next_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,7 +73,7 @@ class HuggingFaceShards(AssembledFolder):
                     )
                 pieces.setdefault(tensor, []).append(piece)
         self.config = read_json(tree, "config.json", dict)
-        self._list_files(set(names))
+        self.files = files_next_to(self._tree, set(names), options.keep, self.notices)
         self._add({name: _assembled(name, dtypes[name], found) for name, found in pieces.items()})
         self.notices.append(
             f"joined {len(names)} shards; the files do not say how many there were, so a missing last "

@@ -40,6 +40,7 @@ from blobstore.sources.pytorch.state_dict import (
 from blobstore.sources.pytorch.tensors import UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values, with_values
 from blobstore.sources.selection import read_json
+from blobstore.sources.small_files import files_next_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,7 +98,9 @@ class TorchFolder(AssembledFolder):
         # Before items are parsed: here overlapping items, and those outside their files, are refused.
         self._open_files()
         self.config = read_json(self._tree, "config.json", dict)
-        self._list_files({name, *self._data_files})
+        self.files = files_next_to(
+            self._tree, {name, *self._data_files}, options.keep, self.notices
+        )
         tree = Tree(
             self._entries,
             is_module=False,

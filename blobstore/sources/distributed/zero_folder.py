@@ -22,6 +22,7 @@ from blobstore.sources.distributed.folder import Assembled, AssembledFolder
 from blobstore.sources.distributed.zero_files import read_model_states, read_optimizer_states
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.selection import read_json
+from blobstore.sources.small_files import files_next_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -83,8 +84,9 @@ class ZeroFolder(AssembledFolder):
             raise error.at(label) from None
         stage = optimizer[0].stage
         self.config = read_json(self._tree, "config.json", dict)
-        self._list_files({joined(inner, ""), "latest", *self._data_files})
-        self.files = [file for file in self.files if file.name not in ZERO_TOOLS]
+        used = {joined(inner, ""), "latest", *self._data_files}
+        files = files_next_to(self._tree, used, options.keep, self.notices)
+        self.files = [file for file in files if file.name not in ZERO_TOOLS]
         self._add(tensors)
         self.notices.append(
             f"joined the parts of {len(optimizers)} processes of DeepSpeed ZeRO stage {stage}; left "

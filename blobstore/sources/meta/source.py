@@ -19,8 +19,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
-from blobstore.sources.parts import check_finished
-from blobstore.sources.small_files import is_kept, left_out, matching_files, small_files
+from blobstore.sources.small_files import files_next_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,18 +146,13 @@ class MetaFolder:
             self.files = sorted([*self.files, made], key=lambda file: file.name)
 
     def _list_files(self, tree: FileTree, options: SourceOptions) -> None:
-        weights = {path.name for path in self._paths}
-        kept = matching_files(tree, options.keep, weights)
-        small = (name for name in tree.entries() if name not in kept)
-        kept |= {*small_files(tree, small, self.notices)}
-        if not options.keep_names and _CONFIG in kept:
-            kept.remove(_CONFIG)
+        used = {path.name for path in self._paths}
+        if not options.keep_names and tree.has(_CONFIG):
+            used.add(_CONFIG)
             self.notices.append(
                 f"left out: {tree.label(_CONFIG)}; one generated from {PARAMS_FILE} replaces it"
             )
-        self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
-        self.notices += check_finished(tree, {*weights, *kept}, is_kept)
-        self.notices += left_out(tree, weights | kept, options.keep, self.notices)
+        self.files = files_next_to(tree, used, options.keep, self.notices)
 
 
 def _shard_paths(tree: FileTree) -> list[Path]:
