@@ -154,7 +154,7 @@ def test_a_public_model_is_served_after_a_restart_while_the_upstream_is_gone(
 ) -> None:
     """No right is known by then, but that everyone may read it is."""
     with HubServer() as hub:
-        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        repo = hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
         through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
         with contextlib.closing(through):
             token = {
@@ -165,7 +165,8 @@ def test_a_public_model_is_served_after_a_restart_while_the_upstream_is_gone(
                 assert fetch.ended.wait(60)
     through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
     with contextlib.closing(through):
-        assert ask(through, "/org/model/resolve/main/config.json") == 200
+        for revision in (repo.commit, "main"):
+            assert ask(through, f"/org/model/resolve/{revision}/config.json") == 200
         assert ask(through, "/org/other/resolve/main/config.json") == 502
 
 
@@ -227,11 +228,15 @@ def test_own_models_are_served_without_a_question(
             assert not hub.requests
 
 
+@pytest.mark.parametrize("has_own", [False, True])
 def test_a_repository_is_asked_for_by_its_former_name_once(
-    store: LocalStore, tmp_path: Path
+    has_own: bool, store: LocalStore, tmp_path: Path
 ) -> None:
+    folder = write_folder(tmp_path / "model", dense_tensors())
+    if has_own:  # under the former name, of which all tags are asked for then
+        create(folder, "org/old:own", store=store)
     with HubServer() as hub:
-        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        hub.add("org/model", folder)
         hub.renamed["org/old"] = "org/model"
         through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
         with contextlib.closing(through):
@@ -241,9 +246,11 @@ def test_a_repository_is_asked_for_by_its_former_name_once(
             asked = hub.requests.total()
             for name in ("old", "model"):
                 assert ask(through, f"/org/{name}/resolve/main/config.json") == 200
-                assert ask(through, f"/api/models/org/{name}/refs") == 200
+                if not has_own:
+                    assert ask(through, f"/api/models/org/{name}/refs") == 200
             assert hub.requests.total() == asked
-        assert [str(one) for one in store.references()] == ["org/model:latest"]
+        names = {"org/model:latest", *(["org/old:own"] if has_own else [])}
+        assert set(map(str, store.references())) == names
 
 
 @pytest.mark.parametrize("target", ["/org/none/resolve/main/f", "/api/models/org/none/refs"])
