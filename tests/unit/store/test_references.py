@@ -28,6 +28,7 @@ from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.references import References
+from tests.support import sandbox
 from tests.support.models import add_blob, add_blobs, blob
 
 Damage = Callable[[bytes], bytes]
@@ -330,6 +331,24 @@ def test_a_file_that_cannot_be_written_is_not_an_error(store: LocalStore) -> Non
     path_of(store).unlink()
     path_of(store).mkdir()
     assert answers(store) == right
+
+
+def test_a_full_disk_keeps_neither_the_answers_nor_the_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
+    with sandbox.small_disk(tmp_path / "disk", 2**20) as disk:
+        store = LocalStore(disk / "store")
+        add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+        add_blob(store, b"garbage")
+        right = read_catalog(store)[0].blobs
+        path_of(store).unlink()
+        before = files(store, "blobs")
+        sandbox.fill(disk)
+        assert read_catalog(store)[0].blobs == right
+        assert list(path_of(store).parent.glob("*references*")) == []
+        collect_garbage(store=store, older_than=0, force=True)
+        assert len(files(store, "blobs")) == len(before) - 1
 
 
 def test_manifests_may_disagree_about_the_size_of_a_blob() -> None:
