@@ -200,6 +200,9 @@ _HOMES = {
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
 }
 
+_MODULES = ("errors", "safetensors")
+"""Public modules, which are imported when they are used."""
+
 __all__ = [
     "ArchiveReader",
     "BlobstoreError",
@@ -306,6 +309,8 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             value = _installed_version()
+        elif name in _MODULES:
+            value = import_module(f"blobstore.{name}")
         elif name in _HOMES:
             module, attribute = _HOMES[name]
             value = getattr(import_module(module), attribute)

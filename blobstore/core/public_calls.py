@@ -10,9 +10,10 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from blobstore import errors
 from blobstore.core.escape import most_like, question, quote
 from blobstore.core.synonyms import COMMANDS
-from blobstore.errors import InvalidCall
+from blobstore.errors import InvalidCall, InvalidReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -27,13 +28,13 @@ FUNCTIONS: Final = {
 }
 """The functions of the commands that have another name."""
 _NAMES: Final = {
-    **dict.fromkeys(
-        ("load", "load_file", "from_pretrained", "safe_open", "get", "resolve"), "open"
-    ),
+    **dict.fromkeys(("load", "from_pretrained", "get", "resolve"), "open"),
     **dict.fromkeys(("snapshot_download", "hf_hub_download"), "create"),
-    **dict.fromkeys(("save", "save_file", "save_pretrained", "dump"), "save"),
+    **dict.fromkeys(("save", "save_pretrained", "dump"), "save"),
+    "safe_open": "safetensors.safe_open",
+    **{name: f"safetensors.torch.{name}" for name in ("load_file", "save_file")},
     **dict.fromkeys(("Store", "Blobstore"), "LocalStore"),
-    **dict.fromkeys(("exists", "has"), "LocalStore.has_model"),
+    **dict.fromkeys(("exists", "has"), "LocalStore().has_model"),
 }
 """What other libraries call our functions, where the command line has other names or none."""
 _ARGUMENTS: Final = {
@@ -81,6 +82,13 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # from inside of the function
             wrong = error
+        except InvalidReference as error:
+            if len(args) < 2 or not error.message.endswith("is a path"):
+                raise
+            first, second, *_ = inspect.signature(function).parameters
+            raise InvalidReference(
+                error.message, advice=f"{name}() takes {first}, then {second}; {error.advice}"
+            ) from None
         raise _wrong_call(name, function, args, kwargs, wrong)
 
     # For help(), and for pickle, which finds the function again by them.
@@ -90,11 +98,13 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 def advice_on_name(name: str, public: Collection[str]) -> str:
     """Return which public names may be meant by one that does not exist, as the end of an error."""
+    if name in vars(errors):
+        return f"; {question([f'errors.{name}'])}"
     stem = name.removesuffix("s").removesuffix("_model")
     for guess in (name, stem):
         found = _NAMES.get(guess) or COMMANDS.get(guess, guess)
         found = FUNCTIONS.get(found, found)
-        if found.partition(".")[0] in public:
+        if found.partition(".")[0].removesuffix("()") in (*public, "safetensors"):
             return f"; {question([found])}"
     near = most_like(name, public, 0.7)
     return f"; {question(near)}" if near else ""

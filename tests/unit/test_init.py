@@ -103,6 +103,10 @@ def test_the_documents_name_the_whole_public_interface() -> None:
     assert [name for name in blobstore.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
+def test_public_modules_need_no_import_of_their_own() -> None:
+    assert run("import blobstore as b; print(b.errors.NotFound, b.safetensors.safe_open)")
+
+
 def test_tells_its_version() -> None:
     assert blobstore.__version__ == version("tensor-blobstore")
     assert "__version__" in dir(blobstore)

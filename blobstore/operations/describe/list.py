@@ -50,6 +50,11 @@ class ListedModel:
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
+    @property
+    def name(self) -> str:
+        """The name of the model, as messages print it."""
+        return str(self.reference)
+
 
 def list_models(
     *,

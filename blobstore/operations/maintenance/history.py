@@ -77,7 +77,7 @@ def model_history(
 
 def restore_model(
     reference: str | Reference,
-    ident: str | None = None,
+    ident: str | Digest | None = None,
     *,
     store: StoreLike = None,
 ) -> Named:
@@ -85,7 +85,7 @@ def restore_model(
 
     Args:
         reference: the name, which need not exist now.
-        ident: the start of the former model's ID; by default the latest former model.
+        ident: the former model's ID or the start of it; by default the latest former model.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
     Returns:
@@ -117,9 +117,9 @@ def restore_model(
 
 
 def _chosen(
-    history: tuple[FormerModel, ...], reference: Reference, ident: str | None
+    history: tuple[FormerModel, ...], reference: Reference, ident: str | Digest | None
 ) -> FormerModel:
-    start = id_start(ident) if ident is not None else ""
+    start = id_start(str(ident)) if ident is not None else ""
     if start is None:
         raise UsageError(f"{quote(ident)} is not the start of an ID: 4 or more hexadecimal digits")
     near = [former for former in history if former.digest.hex.startswith(start)]

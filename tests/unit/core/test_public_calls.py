@@ -35,6 +35,7 @@ def guess(text: str) -> str:
         ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),
         ("create('a', 'b', './there')", "create() takes 2 arguments without a name, got 3; write create(…, store='./there')"),
         ("verify('/there')", "not a model name: '/there' is a path; store= takes a store"),
+        ("create('tiny', './there')", "not a model name: './there' is a path; create() takes source, then reference; store= takes a store"),
         ("verify(Path('there'))", "a name is a text, got 'PosixPath'; store= takes a store"),
         ("verify(store)", "a name is a text, got 'LocalStore'; store= takes a store"),
         ("verify({'a': 1})", "a name is a text, got 'dict'; store= takes a store"),
@@ -60,7 +61,10 @@ def test_a_wrong_call_says_the_right_one_in_one_line(call: str, message: str) ->
         "prune": "gc",
         "tag": "copy",
         "serve": "start_server",
-        "exists": "LocalStore.has_model",
+        "exists": "LocalStore().has_model",
+        "safe_open": "safetensors.safe_open",
+        "save_file": "safetensors.torch.save_file",
+        "ModelNotFound": "errors.ModelNotFound",
         "freze": "freeze",
         "snapshot_download": "create",
     }.items(),
@@ -80,10 +84,10 @@ def test_a_name_that_is_like_no_other_is_reported_alone() -> None:
 
 
 def test_every_synonym_leads_to_a_command_or_a_public_name() -> None:
-    named = {name.partition(".")[0] for name in public_calls._NAMES.values()}
+    named = {name.partition(".")[0].removesuffix("()") for name in public_calls._NAMES.values()}
     functions = named | set(public_calls.FUNCTIONS.values())
 
-    assert functions <= set(blobstore.__all__)
+    assert functions <= {*blobstore.__all__, "safetensors"}
     assert set(COMMANDS.values()) <= set(_COMMANDS)
 
 

@@ -74,6 +74,11 @@ def test_restores_by_the_start_of_an_id(store: LocalStore) -> None:
     assert store.read_manifest("model") == store.read_manifest("first")
 
 
+def test_restores_by_the_digest_that_the_history_has(store: LocalStore) -> None:
+    former = model_history("model", store=store)[-1]
+    assert restore_model("model", former.digest, store=store).digest == former.digest
+
+
 def test_each_former_model_is_listed_once_and_never_the_current_one(store: LocalStore) -> None:
     for _ in range(3):
         restore_model("model", store=store)
