@@ -6,7 +6,8 @@ codes follow from the weights and the scales, without the search. Where ggml tak
 rounded to float16, or the codes of the search, a few codes differ.
 
 Operations are those of ggml, in float32 and in its order, and give the same bits on every machine for all
-bytes: scales may be infinite, NaN or 0.
+bytes: scales may be infinite, NaN or 0. They are also the same where a thread flushes subnormal numbers to 0:
+no scale is subnormal, and divided by the least one, 2**-24, a subnormal weight is still nearest to 0.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def _fill(layout: _Layout, rows: Array, blocks: Array) -> None:
     if added is not None:
         parts += added[..., None]
     if layout.most:
-        parts /= scales[..., None]
+        # Divided by 0, a subnormal weight is infinite, or NaN if it is flushed. Divided by NaN, all are NaN.
+        parts /= np.where(scales == 0, np.float32(np.nan), scales)[..., None]
         codes = _nearest_integers(values, layout.least, layout.most)
     else:
         parts *= np.where(scales == 0, np.float32(0), 1 / scales)[..., None]

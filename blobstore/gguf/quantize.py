@@ -8,6 +8,7 @@ each of them rounds, and give the same bits on every machine:
 - Where several elements are equally large, or are zeros of both signs, the first one counts.
 - A block is quantized as if it were zeros if its largest magnitude is not 0 and not in ``_RANGE``, or is
   NaN. Beyond this range scales or their inverses overflow, and converting NaN to integers has no defined result.
+- Where a thread flushes subnormal numbers to 0, they equal zeros. Only integers tell them and their signs apart.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     """Takes weights, the least and the largest one of each block, and the blocks to fill."""
 
 _RANGE: Final = (np.float32(2.0**-96), np.float32(2.0**126))
+_LEAST_NORMAL: Final = np.float32(2.0**-126)
+_MINUS_ZERO: Final = np.uint32(1 << 31)
+"""The bits of -0. Those of negative numbers are above."""
 _BELOW_HALF: Final = np.float32(0.49999997)
 """The float32 below a half. Adding it and truncating rounds halves away from zero, as C's roundf does; adding
 a half would also round up the float32 below a half."""
@@ -95,8 +99,9 @@ def _quantize_piece(rule: Rule, rows: Array, blocks: Array) -> None:
         np.copyto(columns, rows.T)
     low, high = columns.min(0), columns.max(0)
     peak = np.maximum(high, -low)
-    is_usable = (peak == 0) | ((peak >= _RANGE[0]) & (peak < _RANGE[1]))
+    is_usable = (peak >= _RANGE[0]) & (peak < _RANGE[1])
     if not is_usable.all():
+        is_usable |= np.bitwise_or.reduce(columns.view(np.uint32)) << 1 == 0
         for values in (columns.T, low, high):
             values[~is_usable] = 0
     rule(columns, low, high, blocks)
@@ -124,10 +129,13 @@ def _signed_peak(columns: Array, low: Array, high: Array) -> Array:
 
 
 def _least(columns: Array, low: Array) -> Array:
-    """Return the least element of each block, the first of zeros."""
-    zeros = np.flatnonzero(low == 0)
-    if len(zeros):
-        low[zeros] = _first(columns[:, zeros], columns[:, zeros] == 0)
+    """Return the least element of each block, the first of zeros; for a subnormal one, the zero of its sign."""
+    small = np.flatnonzero(np.abs(low) < _LEAST_NORMAL)
+    if len(small):
+        bits = columns[:, small].view(np.uint32)
+        first = _first(bits, bits << 1 == 0)
+        is_negative = (bits > _MINUS_ZERO).any(0) | (first == _MINUS_ZERO)
+        low[small] = np.where(is_negative, np.float32(-0.0), np.float32(0))
     return low
 
 

@@ -108,9 +108,9 @@ def _code(number: int, data: bytes, i: int, x: np.float32) -> int:
         if np.isnan(v):
             return 0
         return sum(bool(v >= (low + high) / 2) for low, high in pairwise(LEVELS))
-    v = (x if m is None else x + m) / d
     least, most = _RANGES[number]
-    if np.isnan(v) or v < least:
+    v = (x if m is None else x + m) / d
+    if d == 0 or np.isnan(v) or v < least:
         return 0
     return (most if v > most else int(np.rint(v))) - least
 

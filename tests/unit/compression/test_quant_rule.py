@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.compression.base import BaseBlob, Prediction
+from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.quant_rule import MAX_HEAD, QuantRule
+from blobstore.compression.spans import Span
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
+from blobstore.gguf.fill_codes import CODED, fill_codes
 from blobstore.gguf.quantize import QUANTIZED, quantize
 from tests.readers.quantized import read_blocks
-from tests.support.cold import weights
+from tests.support.cold import cold, decoded, noise, weights
+from tests.support.ladders import coded_blocks
 
 Array = np.ndarray[Any, Any]
 SOURCES = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
@@ -113,3 +119,64 @@ def test_only_whole_blocks_and_heads_are_possible() -> None:
         (18 * (MAX_HEAD // 16), MAX_HEAD // 2, 4),
     ):
         assert not rule._replace(columns=columns, head=head).is_possible(size)
+
+
+def where_subnormal_numbers_are_flushed(work: Callable[[], bytes]) -> bytes:
+    """Return what ``work`` does in a thread of its own, whose processor takes subnormal numbers for 0."""
+    torch = pytest.importorskip("torch")
+
+    def flushed() -> bytes:
+        assert torch.set_flush_denormal(True)
+        assert np.float32(1e-40) * np.float32(1) == 0
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(flushed).result()
+
+
+def with_subnormal_weights() -> Array:
+    """Return rows of which some are dead, and some are not below 0 but for subnormal numbers."""
+    rows = np.frombuffer(weights(DType.F32, 64 * 256), "<f4").reshape(64, 256).copy()
+    signs = np.copysign(np.float32(1), rows)
+    rows[:10] = np.float32(1e-40) * signs[:10]
+    rows[10:14] = np.float32(-1e-40)
+    rows[14:40] = np.abs(rows[14:40])
+    rows[20:30, ::3] = np.float32(1e-40) * signs[20:30, ::3]
+    rows[25:30, ::5] = 0 * signs[25:30, ::5]
+    return rows
+
+
+def parts_with_subnormal_weights(rule: QuantRule, rows: Array) -> bytes:
+    """Return the blocks of :func:`with_subnormal_weights`. Scales that are kept are also 0, and any bytes."""
+    if not rule.keeps_scales:
+        return quantize(rule.type_name, rows).tobytes()
+    blocks = coded_blocks(rule.type_name, rows)
+    any_bytes = np.frombuffer(noise(blocks.size), np.uint8).reshape(blocks.shape)
+    blocks[5:10], blocks[27:50] = any_bytes[5:10], any_bytes[27:50]
+    fill_codes(rule.type_name, rows, blocks.reshape(-1, rule.kind.size))
+    return blocks.tobytes()
+
+
+RULES = [QuantRule(name, DType.F32) for name in NAMES]
+RULES += [QuantRule(name, DType.F32, keeps_scales=True) for name in sorted(CODED)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.type_name}-{rule.keeps_scales}")
+def test_blobs_are_the_same_where_subnormal_numbers_are_flushed(rule: QuantRule) -> None:
+    rows = with_subnormal_weights()
+    base, data = rows.tobytes(), parts_with_subnormal_weights(rule, rows)
+    spans = [Span(len(data), DType.U8, base_begin=0, rule=rule, blocks=rule.kind)]
+
+    def encoded() -> bytes:
+        return cold(data, spans=spans, base=BaseBlob.hot(base))
+
+    def read() -> bytes:
+        blob = ColdBlobDecoder(stored)
+        blob.give_base(BaseBlob.hot(base))
+        return decoded(blob)
+
+    stored = where_subnormal_numbers_are_flushed(encoded)
+    assert ColdBlobDecoder(stored).table.base is not None
+    assert stored == encoded()
+    assert read() == data
+    assert where_subnormal_numbers_are_flushed(read) == data
