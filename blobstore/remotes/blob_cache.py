@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import capacity
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobstoreError, StoreError
+from blobstore.store.published import hex_digests_of
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
         reachable = ReachableBlobs(store, cached_within=-1)  # by models of the store itself
         reachable.update()
         reachable.prove({name for model in models for name in model.blobs})
-        own = reachable.reached()
+        own = reachable.reached() | hex_digests_of(store.names.published.lost())
         # Blobs of the store's own models stay in any case, so they do not count.
         sizes = {
             name: size

@@ -146,10 +146,10 @@ class ManifestReader(BlobReader):
             similar = similar_names(reference, self.references())
         except BlobstoreError:
             similar = ""
-        if self.is_lost(reference):
+        if self.is_gone(reference):
             return (
-                f"its manifest is lost; {cli_command('repair', reference)} restores it, and "
-                f"{cli_command('rm', reference)} forgets the name"
+                f"its manifest was lost, or removed by another program; {cli_command('repair', reference)} "
+                f"restores it if its blobs are there, and {cli_command('rm', reference)} forgets the name"
             )
         text = str(reference)
         for path in (text, text.removesuffix(f":{DEFAULT_TAG}")):
@@ -159,8 +159,8 @@ class ManifestReader(BlobReader):
             return similar
         return f"{cli_command('pull', reference)} fetches it if a registry has it"
 
-    def is_lost(self, reference: Reference) -> bool:
-        """Return whether a name was given and not removed, but has no manifest; see :mod:`blobstore.store.published`."""
+    def is_gone(self, reference: Reference) -> bool:
+        """Return whether a name was given and not removed by this program, but has no manifest; see :mod:`blobstore.store.published`."""
         there = os.path.lexists(self._layout.published.joinpath(*reference.parts))
         return there and not self.has_model(reference)
 

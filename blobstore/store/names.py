@@ -125,11 +125,15 @@ class Names:
     # What a name has
 
     def version(self, reference: str | Reference) -> Digest | Old:
-        """Return the digest of the manifest that a name has, ``ABSENT`` or ``UNREADABLE``."""
+        """Return the digest of the manifest that a name has, or that it has lost; ``ABSENT`` or ``UNREADABLE``."""
         try:
             return Digest.of(self._store.read_manifest(reference))
         except ModelNotFound:
-            return ABSENT
+            try:  # nobody gives away the name of a model that is lost
+                lost = self.published.lost_manifest(Reference.of(reference))
+            except BlobstoreError:
+                return UNREADABLE
+            return ABSENT if lost is None else Digest.of(lost)
         except BlobstoreError:
             return UNREADABLE
 
@@ -153,8 +157,9 @@ class Names:
             if force:
                 update = replace_any(name)
             elif update.old not in (ABSENT, new):
+                lost = ", and its manifest is lost" if self._store.is_gone(update.reference) else ""
                 raise NameTaken(
-                    f"another model has the name {quote(update.reference)}",
+                    f"another model has the name {quote(update.reference)}{lost}",
                     advice="replace it with force=True, or choose another name",
                 )
         return update.to(new)
@@ -278,9 +283,10 @@ class Names:
             sync_folder(path.parent)
             self.published.add(reference)
             return None
-        if found is not None:
-            # An unreadable manifest cannot be kept, but it must be replaceable.
-            with contextlib.suppress(InvalidManifest):
+        # An unreadable manifest cannot be kept, but it must be replaceable.
+        with contextlib.suppress(InvalidManifest):
+            found = found or self.published.lost_manifest(reference)
+            if found not in (None, model.data):
                 Manifest.from_bytes(found)
                 # Before the new one is written: a crash in between loses neither.
                 self._history.keep(reference, found)
@@ -324,7 +330,7 @@ class Names:
         """
         folders: dict[Path, None] = {}
         names = list(map(Reference.of, references))
-        lost = set(filter(self._store.is_lost, names))
+        gone = set(filter(self._store.is_gone, names))
         self.published.remove(names)
         try:
             for reference in names:
@@ -332,7 +338,7 @@ class Names:
                 try:
                     path.unlink()
                 except (FileNotFoundError, NotADirectoryError):
-                    if reference in lost:
+                    if reference in gone:
                         continue
                     raise self._store.not_found(reference) from None
                 folders[path.parent] = None
@@ -349,7 +355,7 @@ class Names:
         self._history.keep_all(
             (
                 name,
-                (self.published if self._store.is_lost(name) else self._store).read_manifest(name),
+                (self.published if self._store.is_gone(name) else self._store).read_manifest(name),
             )
             for name in references
         )

@@ -194,8 +194,15 @@ def read_disk(store: LocalStore) -> StoreDisk:
         entries={entry.reference: entry for entry in entries},
         holdings=holdings,
         blobs=_measure_blobs(store, holdings.references, entries),
-        lost=[error for name in store.names.published.lost() if (error := lost_entry(name).error)],
+        lost=_lost_names(store),
     )
+
+
+def _lost_names(store: LocalStore) -> list[BlobstoreError]:
+    """Return the errors of names whose manifests are lost."""
+    errors: list[BlobstoreError] = []
+    lost = store.names.published.lost(on_error=errors.append)
+    return [*(error for name in lost if (error := lost_entry(name).error)), *errors]
 
 
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:

@@ -28,19 +28,14 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, allocated, sync_folder
 from blobstore.errors import BlobDamaged, ImplausibleGarbage
 from blobstore.operations.maintenance.collected import Collected, KeptBlob, Removed
-from blobstore.operations.maintenance.lost_manifests import (
-    GRACE,
-    age_of,
-    hex_digests_of,
-    implausible,
-    promise_of,
-)
+from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.copies import remove_copies
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.notes import repository_key
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
+from blobstore.store.published import hex_digests_of
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import (
     digest_of,
@@ -115,7 +110,7 @@ def collect_garbage(
             leftovers = tuple(collection.remove_leftovers())
             folders = tuple(collection.remove_empty_folders())
             if not dry_run:
-                store.names.published.forget_gone(and_lost=force)
+                store.names.published.update(forget_lost=force)
         removed = remove_copies(store.root, collection.older_than, is_dry=dry_run)
         leftovers += tuple(map(Removed._make, removed))
         if not dry_run:

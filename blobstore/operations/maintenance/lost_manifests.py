@@ -13,15 +13,13 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
-from blobstore.manifests.model import Manifest
+from blobstore.store.published import hex_digests_of
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
-    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 GRACE: Final = 3600.0
@@ -67,7 +65,7 @@ def _suspicion(store: LocalStore) -> str:
         *(base.hex for base in store.cold_bases().values()),
     }
     if marks.by_path():  # otherwise the folder itself is lost, and that is said once
-        known |= hex_digests_of(store.names.published.lost())
+        known |= hex_digests_of(store.names.published.lost(on_error=lambda _: None))
     known |= {digest.hex for held in (leases.digests, *leases.dead.values()) for digest in held}
     paths = [
         (Path(folder, name), digest)
@@ -80,12 +78,6 @@ def _suspicion(store: LocalStore) -> str:
     if marks.by_path() or not any(map(promise_of, unknown)):
         unknown = [path for path in unknown if path.exists() and age_of(path.lstat()) >= GRACE]
     return implausible(store, len(unknown), len(paths), has_models=bool(marks.by_path()))
-
-
-def hex_digests_of(manifests: Mapping[Reference, bytes]) -> set[str]:
-    """Return the hex digests of the blobs that some manifests reference."""
-    parsed = map(Manifest.from_bytes, manifests.values())
-    return {blob.digest.hex for manifest in parsed for blob in manifest.blobs}
 
 
 def promise_of(path: Path) -> str | None:

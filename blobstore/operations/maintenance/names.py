@@ -162,7 +162,7 @@ def remove_models(
             _removable(store, names)  # others may have removed one since
             try:
                 store.names.keep_former(
-                    name for name in names if store.is_lost(name) or name not in unreadable
+                    name for name in names if store.is_gone(name) or name not in unreadable
                 )
             except OSError as error:
                 # A full disk must not keep names from being removed, and so free space.
@@ -227,7 +227,7 @@ def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: D
 
 
 def _removable(store: LocalStore, references: Sequence[Reference]) -> list[CatalogEntry]:
-    lost = dict.fromkeys(filter(store.is_lost, references))
+    lost = dict.fromkeys(filter(store.is_gone, references))
     entries = read_entries(store, (name for name in references if name not in lost))
     entries += [lost_entry(name) for name in lost]
     for entry in entries:

@@ -191,7 +191,8 @@ def repair_models(
         )
         work.run(provider)
         if not dry_run:
-            _pin_bases(store)
+            with interrupts.deferred():  # all blobs are in place
+                _pin_bases(store)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
             opened.check_unchanged()  # otherwise the digests say wrong things about the source
     intact = {str(digest) for digest, _ in work.intact}

@@ -12,12 +12,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.errors import BlobstoreError, InvalidManifest, NameConflict
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
 from blobstore.operations.sign.require_trust import read_policy
 from blobstore.remotes.signatures import SelectedSignatures
-from blobstore.store.names import ABSENT, NameUpdate
+from blobstore.store.names import NameUpdate
 from blobstore.store.quarantine import quarantine_copy
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def restore_manifests(
     """
     there: set[bytes] = set()
     places = (store.names.published, *(() if other is None else (other,)))
-    own = chain(store.references(), store.names.published.lost())
+    lost = store.names.published.lost(on_error=lambda _: None)
+    own = chain(store.references(), lost)
     for reference in chosen or chain(own, _lost(store, other, there) if other else ()):
         damaged = _damaged(store, reference)
         if damaged is not None:
@@ -74,7 +75,8 @@ def restore_manifests(
         if is_dry:
             yield Restored(reference, manifest, None)
             continue
-        old, new = ABSENT if damaged is None else Digest.of(damaged), Digest.of(intact)
+        old = store.names.version(reference) if damaged is None else Digest.of(damaged)
+        new = Digest.of(intact)
         # Durable before the name, so that no policy finds the model without them.
         signatures = SelectedSignatures.of(
             other.signatures(new) if other else (), new, read_policy(store)
@@ -87,8 +89,10 @@ def restore_manifests(
                 continue
             quarantined = None if damaged is None else quarantine_copy(store, damaged)
             update = NameUpdate(reference, old, new)
-            # Blobs are not checked: they are repaired once the manifest lists them.
-            store.names.place(update, intact, ())
+            try:  # blobs are not checked: they are repaired once the manifest lists them
+                store.names.place(update, intact, ())
+            except NameConflict:  # it stays lost
+                continue
         yield Restored(reference, manifest, quarantined, len(signatures.data))
 
 

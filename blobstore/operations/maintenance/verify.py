@@ -162,9 +162,11 @@ def verify_models(
             if faults[reference] and (is_first or not _is_unchanged(store, reference, data)):
                 doubted.append(reference)
         names, must_exist, is_first = tuple(doubted), False, False
-    lost = tuple(_lost_names(store) if is_whole else ())
+    broken: list[InvalidManifest] = []
+    lost = tuple(_lost_names(store, broken) if is_whole else ())
     every = (
         *(_store_faults(store, lost, has_models=bool(faults)) if is_whole else ()),
+        *(Fault("", "", "", str(error)) for error in broken),
         *(fault for of_model in faults.values() for fault in of_model),
     )
     faulty = {fault.blob for fault in every}
@@ -184,10 +186,10 @@ def verify_models(
     )
 
 
-def _lost_names(store: LocalStore) -> Iterable[Reference]:
+def _lost_names(store: LocalStore, broken: list[InvalidManifest]) -> Iterable[Reference]:
     # Some readers may not read all folders.
     with contextlib.suppress(BlobstoreError, OSError):
-        return sorted(store.names.published.lost(), key=str)
+        return sorted(store.names.published.lost(on_error=broken.append), key=str)
     return ()
 
 

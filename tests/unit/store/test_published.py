@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import ModelNotFound
+from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.disk_usage import measure_usage
@@ -73,7 +73,10 @@ def test_a_lost_name_is_restored_by_name(store: LocalStore) -> None:
 
 def test_says_what_to_do_about_a_lost_name(store: LocalStore) -> None:
     store.manifest_path(B).unlink()
-    with pytest.raises(ModelNotFound, match="its manifest is lost; 'blobstore repair team/b:tag'"):
+    with pytest.raises(
+        ModelNotFound,
+        match="its manifest was lost, or removed by another program; 'blobstore repair team/b:tag'",
+    ):
         store.resolve(B)
     (error,) = measure_usage(store=store).unreadable
     assert str(error) == "the manifest of 'team/b:tag' is lost"
@@ -189,9 +192,9 @@ def test_file_systems_without_hard_links_keep_copies(
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    copy_model(A, "copy", store=store)
-    store.manifest_path("copy").unlink()
-    assert lost(store) == [Reference.parse("copy")]
+    rename_model(A, "moved", store=store)
+    store.manifest_path("moved").unlink()
+    assert lost(store) == [Reference.parse("moved")]
     assert len(repair_models(store=store).restored) == 1
 
 
@@ -207,15 +210,110 @@ def test_a_full_disk_leaves_a_name_without_a_link(
     assert store.resolve("copy")
 
 
-def test_damaged_and_foreign_links_mean_nothing(store: LocalStore) -> None:
+@pytest.mark.parametrize("damage", ["cut", "fifo", "huge", "a layer", "the config is gone"])
+def test_a_lost_name_with_a_damaged_link_stops_gc_until_it_is_forgotten(
+    store: LocalStore, damage: str
+) -> None:
     link = store.names.published.path(B)
+    manifest = store.resolve(B)
+    data = store.read_manifest(B)
     store.manifest_path(B).unlink()
-    link.chmod(0o644)
-    link.write_bytes(b"{")
+    if damage == "the config is gone":
+        Path(store.blob_path(manifest.config.digest)).unlink()
+    else:
+        link.unlink()
+        if damage == "fifo":
+            os.mkfifo(link)
+        else:
+            digest = manifest.layers[0].digest.hex.encode()
+            link.write_bytes(data.replace(digest, digest[::-1]) if damage == "a layer" else b"{")
+            if damage == "huge":
+                os.truncate(link, 1 << 40)
+    (fault,) = verify_models(store=store).faults
+    assert "does not replace it" in fault.message
+    for is_dry in (True, False):
+        with pytest.raises(InvalidManifest, match="'blobstore rm team/b:tag'"):
+            collect_garbage(store=store, older_than=0, dry_run=is_dry)
+    with pytest.raises(NameTaken):
+        copy_model(A, B, store=store)
+    assert links(store) == {A, B}
+    copy_model(A, B, store=store, force=True)
+    assert collect_garbage(store=store, older_than=0).blobs
+
+
+def test_foreign_files_and_folders_mean_nothing(store: LocalStore) -> None:
     store.folder("published").joinpath("notes.txt").write_text("foreign")
+    link = store.names.published.path(B)
+    link.unlink()
+    link.mkdir()
     assert not verify_models(store=store).faults
+    remove_models([B], store=store)
+    collect_garbage(store=store)
+
+
+def test_a_lost_name_is_not_given_away(store: LocalStore) -> None:
+    data = store.read_manifest(B)
+    store.manifest_path(B).unlink()
+    with pytest.raises(NameTaken, match="has the name 'team/b:tag', and its manifest is lost"):
+        copy_model(A, B, store=store)
+    copy_model(A, B, store=store, force=True)
+    assert [former.data for former in store.names.former(B)] == [data]
+    restore_model(B, store=store)
+    assert store.read_manifest(B) == data
+
+
+def test_the_same_model_may_get_its_lost_name_again(store: LocalStore) -> None:
+    copy_model(B, "spare", store=store)
+    data = store.read_manifest(B)
+    store.manifest_path(B).unlink()
+    copy_model("spare", B, store=store)
+    assert store.read_manifest(B) == data
+    assert links(store) == set(store.references())
+
+
+def test_a_name_is_not_lost_if_another_has_the_same_model(store: LocalStore) -> None:
+    copy_model(B, "alias", store=store)
+    remove_as_ollama(store, B)
+    assert not verify_models(store=store).faults
+    assert not repair_models(store=store).restored
     collect_garbage(store=store, older_than=0)
-    assert links(store) == {A}
+    assert links(store) == set(store.references()) == {A, Reference.parse("alias")}
+
+
+def test_gc_forgets_no_name_while_the_blobs_are_elsewhere(store: LocalStore) -> None:
+    blobs = store.folder("blobs")
+    store.manifest_path(B).unlink()
+    away = blobs.rename(blobs.with_name("away"))
+    blobs.mkdir()
+    collect_garbage(store=store, older_than=0)
+    blobs.rmdir()
+    away.rename(blobs)
+    assert lost(store) == [B]
+
+
+def test_a_link_follows_a_manifest_that_another_program_has_replaced(store: LocalStore) -> None:
+    data = store.read_manifest(A)
+    path = store.manifest_path(B)
+    path.unlink()
+    path.write_bytes(data)
+    collect_garbage(store=store, older_than=0)
+    assert store.names.published.read_manifest(B) == data
+
+
+def test_a_lost_name_that_conflicts_does_not_stop_the_repair_of_others(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    other = Reference.parse("z")
+    create(
+        write_folder(tmp_path / "other", dict(list(dense_tensors().items())[:1])),
+        other,
+        store=store,
+    )
+    for name in (B, other):
+        store.manifest_path(name).unlink()
+    copy_model(A, "Team/B:tag", store=store)
+    assert [one.reference for one in repair_models(store=store).restored] == [other]
+    assert lost(store) == [B]
 
 
 def test_a_lost_name_may_be_given_again_in_another_case(store: LocalStore) -> None:
