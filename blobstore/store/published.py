@@ -97,15 +97,15 @@ class Published:
 
     def references(self) -> Iterator[Reference]:
         """Yield the names that have a link. Raises StoreError."""
-        for path in self._manifests():
+        for _, path in self._links():
             reference = self._store.reference_of(Path(path))
             if reference is not None:  # otherwise it is a file of something else
                 yield reference
 
-    def _manifests(self) -> Iterator[str]:
-        """Yield for each link where the manifest is, or was; strings, because there may be thousands."""
+    def _links(self) -> Iterator[tuple[os.DirEntry[str], str]]:
+        """Yield each link, and where its manifest is, or was; a string, because there may be thousands."""
         folder, below = str(self._store.folder("manifests")), len(str(self._folder))
-        return (folder + entry.path[below:] for entry in walk_files(self._folder))
+        return ((entry, folder + entry.path[below:]) for entry in walk_files(self._folder))
 
     def lost(
         self, *, on_error: Callable[[InvalidManifest], object] | None = None
@@ -145,7 +145,7 @@ class Published:
     def _without_manifest(self) -> Iterator[tuple[Reference, bytes | InvalidManifest | None]]:
         """Yield the names without a manifest: with that of a lost one, an error, or None for one that was removed."""
         others = None
-        for path in self._manifests():
+        for _, path in self._links():
             reference = None if os.path.lexists(path) else self._store.reference_of(Path(path))
             if reference is not None:
                 others = others or self._others()
@@ -193,9 +193,12 @@ class Published:
 
         Also remove the links of lost names if asked.
         """
-        for reference in list(self.references()):
-            if self._store.has_model(reference):
-                self.add(reference)
+        for entry, path in list(self._links()):
+            with contextlib.suppress(FileNotFoundError):
+                if os.lstat(path).st_ino != entry.inode():
+                    reference = self._store.reference_of(Path(path))
+                    if reference is not None:
+                        self.add(reference)
         # Without any blobs, the folder is more likely not mounted.
         if forget_lost or any(each_name(self._store.folder("blobs"))):
             names = self._without_manifest()
