@@ -154,18 +154,19 @@ class CacheLimit:
         for origin in self._pulled.all():
             repository = repository_of(*origin.repository.split("/"))
             names = self._library.listed_tags(repository) if repository else ()
-            if not any(self._may_be(self._manifests(reference), origin) for reference in names):
+            every = (*map(self._manifests, names), self._lost())
+            if not any(self._may_be(versions, origin) for versions in every):
                 self._forget(origin)
 
     def _forget(self, origin: Origin) -> None:
         """Remove a record, unless it alone hides a model from clients without access.
 
-        The model may be a copy under another name, or one whose name was removed and can be restored.
+        The model may be a copy under another name, or one whose name was removed or lost and can be restored.
         """
         every = (self._manifests(reference) for reference in self._store.references())
         # It may have changed since the caller has read it.
         if self._pulled.is_public(origin.repository) or not any(
-            self._may_be(versions, origin) for versions in (*every, self._former())
+            self._may_be(versions, origin) for versions in (*every, self._former(), self._lost())
         ):
             with self._store.writing():
                 self._pulled.forget(origin)
@@ -177,7 +178,7 @@ class CacheLimit:
             return any(
                 source_of(self._store, Manifest.from_bytes(data)) == commit for _, data in versions
             )
-        except BlobstoreError:
+        except (BlobstoreError, OSError):
             return True
 
     def _oldest(self, most: int) -> tuple[list[_Removable], int]:
@@ -243,6 +244,11 @@ class CacheLimit:
     def _manifests(self, reference: Reference) -> Iterator[tuple[bool, bytes]]:
         yield True, self._store.read_manifest(reference)
         yield from self._former(reference)
+
+    def _lost(self) -> Iterator[tuple[bool, bytes]]:
+        """Yield the manifests of names that another program has removed, or the disk has lost; some come back."""
+        for reference in self._store.names.published.gone():
+            yield False, self._store.names.published.read_manifest(reference)
 
     def _former(self, reference: Reference | None = None) -> Iterator[tuple[bool, bytes]]:
         """Yield the former manifests of a name, or of all names, that can be restored."""

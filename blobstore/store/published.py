@@ -142,14 +142,19 @@ class Published:
             raise data
         return data
 
-    def _without_manifest(self) -> Iterator[tuple[Reference, bytes | InvalidManifest | None]]:
-        """Yield the names without a manifest: with that of a lost one, an error, or None for one that was removed."""
-        others = None
+    def gone(self) -> Iterator[Reference]:
+        """Yield the names that have a link and no manifest: those that may come back. Raises StoreError."""
         for _, path in self._links():
             reference = None if os.path.lexists(path) else self._store.reference_of(Path(path))
             if reference is not None:
-                others = others or self._others()
-                yield reference, self._judge(reference, others)
+                yield reference
+
+    def _without_manifest(self) -> Iterator[tuple[Reference, bytes | InvalidManifest | None]]:
+        """Yield the names without a manifest: with that of a lost one, an error, or None for one that was removed."""
+        others = None
+        for reference in self.gone():
+            others = others or self._others()
+            yield reference, self._judge(reference, others)
 
     def _others(self) -> _Others:
         digests, blobs = set(), set()

@@ -22,6 +22,7 @@ from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.operations.maintenance.repair import repair_models
 from blobstore.serve import cache_limit
 from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.cache_limit import CacheLimit
@@ -261,6 +262,17 @@ def test_a_restricted_model_that_can_be_restored_keeps_its_record(
     restore_model("org/a", store=store)
     assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
     assert ask(limit._library, "/org/a/resolve/main/config.json").status == HTTPStatus.NOT_FOUND
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_a_model_whose_manifest_is_lost_keeps_its_record(
+    limit: CacheLimit, store: LocalStore, *, is_public: bool
+) -> None:
+    limit._pulled.note_public("org/a", is_public=is_public)
+    store.manifest_path("org/a").unlink()
+    limit.forget_removed()
+    repair_models(store=store)
+    assert {origin.repository for origin in limit._pulled.all()} == {"org/a", "org/b"}
 
 
 def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of_its_copy(
