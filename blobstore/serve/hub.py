@@ -147,6 +147,7 @@ ROUTES: Final = Routes(
                 *("sort", "direction", "limit", "cursor"),
             ),
             ignores=_MORE,
+            is_list=True,
         ),
         "api/models/REPOSITORY": _INFO,
         "api/models/REPOSITORY/revision/REVISION": _INFO,
@@ -157,7 +158,7 @@ ROUTES: Final = Routes(
         "api/models/REPOSITORY/commits/REVISION": Route(
             _commits, reads=("p",), ignores=("limit", "expand[]", "expand")
         ),
-        "api/models/REPOSITORY/refs": Route(_refs, ignores=("include_prs",)),
+        "api/models/REPOSITORY/refs": Route(_refs, ignores=("include_prs",), is_list=True),
         "api/models/REPOSITORY/auth-check": Route(_auth_check),
         # A query of a file says how a browser shows it, or keeps caches from answering.
         "REPOSITORY/resolve/REVISION/PATH": Route(_resolve, ignores=(ANY,)),

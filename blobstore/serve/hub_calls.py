@@ -52,6 +52,8 @@ class Route(NamedTuple):
     ignores: Sequence[str] = ()
     """Fields that it may ignore: they ask for fields of the answer, which always has all of them."""
     methods: Sequence[str] = READS
+    is_list: bool = False
+    """Whether the answer is slow, and so made on a thread, once for all clients that ask."""
 
 
 class Call(NamedTuple):

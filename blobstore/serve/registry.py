@@ -71,6 +71,13 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
     return _part(request, target, repository, (action, what), library)
 
 
+def is_list(target: Target) -> bool:
+    """Return whether the answer is a list; see :class:`blobstore.serve.hub_calls.Route`."""
+    segments = target.segments
+    is_of_tags = _has_route(segments) and segments[-2] == "tags"
+    return is_of_tags or segments[1:] == ("_catalog",)
+
+
 def _has_route(segments: Sequence[str]) -> bool:
     """Return whether an address has a name, then an action, and then what it is about."""
     is_action = len(segments) > 3 and segments[-2] in _ACTIONS  # with v2

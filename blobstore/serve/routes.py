@@ -10,7 +10,7 @@ from blobstore.serve.hub_calls import READS
 from blobstore.serve.messages import bytes_response, failure, without_body
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
-from blobstore.serve.registry import registry_response
+from blobstore.serve.registry import is_list, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 from blobstore.serve.token_owners import owner_response
 from blobstore.serve.unprepared import List
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _ALLOWED = {"Allow": ", ".join(READS)}
 _WELCOME = b"blobstore serves models here, as the Hub and as a container registry do; see docs/guides/serve.md\n"
-_LISTS = frozenset({"models", "_catalog", "list", "refs"})
-"""Last words of the addresses of lists. These are slow, and so made on a thread, once for all clients that ask."""
 _OF_CLIENTS = ("user-agent", "authorization")
 """Headers on which no list depends, besides what the client may see."""
 
@@ -106,8 +104,7 @@ def _about_models(
             return registry_response(request, target, visible)
         return hub_response(call, visible)
 
-    last = next((one for one in reversed(target.segments) if one), "")
-    if request.method not in READS or last not in _LISTS:
+    if not (is_list(target) if call is None else call.route.is_list):
         return found()
     asked = {name: value for name, value in request.headers.items() if name not in _OF_CLIENTS}
     key = (visible, request.method, request.target, tuple(sorted(asked.items())))

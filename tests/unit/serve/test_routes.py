@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +12,9 @@ from hypothesis import strategies as st
 from blobstore.errors import BlobstoreError
 from blobstore.serve.access import Access
 from blobstore.serve.library import Library
-from blobstore.serve.messages import Request
+from blobstore.serve.messages import Request, Response
 from blobstore.serve.routes import answer
-from blobstore.serve.unprepared import prepared
+from blobstore.serve.unprepared import List, NotListed, NotPrepared, UnknownSource, prepared
 from blobstore.store.local import LocalStore
 from tests.support.serve import ask, body_of, json_of
 
@@ -89,6 +92,53 @@ def test_a_damaged_model_is_an_error_of_the_server(library: Library) -> None:
     library.store.manifest_path("org/model").write_bytes(b"{")
     with pytest.raises(BlobstoreError):
         ask(library, "/api/models/org/model")
+
+
+def works_for(question: Callable[[], Response]) -> list[NotPrepared]:
+    """Return the work that the answer to a question needs, up to the making of a list."""
+    works: list[NotPrepared] = []
+    while not (works and isinstance(works[-1], List)):
+        try:
+            question()
+        except NotPrepared as work:
+            works.append(work)
+            if not isinstance(work, List):
+                work.prepare()
+        else:
+            break
+    return works
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(f"/org/model/resolve/main/d/{word}" for word in ("list", "models", "refs", "_catalog")),
+        *("/org/model/raw/main/tags/list", "/org/model/resolve/refs/list"),
+        *("/api/models/refs", "/api/models/org/models", "/api/models/org/model/tree/refs"),
+        *("/api/models/org/model/revision/list", "/api/models/org/model/commits/models"),
+        *("/v2/org/model/manifests/list", "/v2/org/model/blobs/refs", "/v2/tags/manifests/list"),
+        *("/v2/org/model/referrers/_catalog", "/v2/org/_catalog", "/v2/tags/list", "/list"),
+    ],
+)
+def test_only_lists_are_made_as_lists(library: Library, method: str, target: str) -> None:
+    works = works_for(lambda: answer(Request(method, target, {}), library, Access()))
+    assert not [work for work in works if isinstance(work, List)]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("/api/models", "/api/models/?filter=x", "/v2/_catalog?n=1"),
+        *("/api/models/org/model/refs", "/v2/org/model/tags/list", "/v2/tags/tags/list"),
+    ],
+)
+def test_no_model_is_prepared_where_lists_are_made(library: Library, target: str) -> None:
+    *_, work = works_for(lambda: answer(Request("GET", target, {}), library, Access()))
+    assert isinstance(work, List)
+    assert isinstance(work.prepare, partial)
+    for part in works_for(work.prepare.args[0]):
+        assert isinstance(part, NotListed | UnknownSource) or part.key[0] == library._describe
 
 
 @given(
