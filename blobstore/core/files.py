@@ -98,11 +98,13 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
 
 
 def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:
-    """Return an open file and its size; close it if it is not a regular file. Raises BlobstoreError."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise BlobstoreError(f"{quote(path)} is not a regular file")
+    """Return an open file and its size; close it if that fails. Raises OSError, or BlobstoreError if it is not regular."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BlobstoreError(f"{quote(path)} is not a regular file")
+        stack.pop_all()
     return descriptor, status.st_size
 
 

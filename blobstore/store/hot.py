@@ -71,17 +71,19 @@ class HotShelf:
         """
         interrupts.check()
         path = self._path(digest)
-        try:
-            descriptor = os.open(path, _OPEN_FLAGS)
-            # Of the open file, because the name may get another file in between.
-            found = os.fstat(descriptor)
-        except OSError as error:
-            raise self.error_of(digest, error) from None
-        # A map that reaches past the end of a shorter file would kill the process (SIGBUS).
-        if found.st_size == size and stat.S_ISREG(found.st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise _damage(path, size, found)
+        with contextlib.ExitStack() as stack:
+            try:
+                descriptor = os.open(path, _OPEN_FLAGS)
+                stack.callback(os.close, descriptor)
+                # Of the open file, because the name may get another file in between.
+                found = os.fstat(descriptor)
+            except OSError as error:
+                raise self.error_of(digest, error) from None
+            # A map that reaches past the end of a shorter file would kill the process (SIGBUS).
+            if found.st_size != size or not stat.S_ISREG(found.st_mode):
+                raise _damage(path, size, found)
+            stack.pop_all()
+        return descriptor
 
     def map(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map a blob into a slot. No descriptor stays open."""

@@ -321,3 +321,19 @@ def test_a_partial_write_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     )
     assert "File too large" in outcome
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_whose_status_cannot_be_read_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    before = open_files(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            open_regular(path)
+    assert open_files(path) == before

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.interrupts import Stopped
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -192,3 +193,16 @@ def test_lists_the_sizes_of_all_blobs(store: LocalStore, path: Path) -> None:
     path.with_name("foreign").write_bytes(b"abc")
     assert store.blob_sizes() == {SIZE, 3}
     assert LocalStore(store.root / "none").blob_sizes() == set()
+
+
+@pytest.mark.usefixtures("path")  # and the store's fixture looks for open files
+def test_a_blob_whose_status_cannot_be_read_is_closed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fails)
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.open_blob(DIGEST, SIZE)
