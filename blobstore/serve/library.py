@@ -272,6 +272,10 @@ class Library:
         tags = self.tags.of(repository)
         return list(filter(self.is_allowed, tags)) if self._allow else tags
 
+    def stores(self, repository: Reference) -> bool:
+        """Return whether a repository, in any case of letters, has a tag in the store. Raises NotPrepared."""
+        return bool(self.stored_tags(self.spelled(repository)))
+
     def listed_tags(self, repository: Reference) -> Sequence[Reference]:
         """Return the same after listing them here, on a thread."""
         return prepared(lambda: self.stored_tags(repository))

@@ -164,7 +164,10 @@ class PullThrough:
         """
         if PEER in request.headers:
             return Visible.of(self._library)
-        found = asked_of_registry(target) if target.is_of_registry else asked_for(target.segments)
+        if target.is_of_registry:
+            found = asked_of_registry(target, self._library)
+        else:
+            found = asked_for(target.segments)
         if found is None or found[0].host != DEFAULT_HOST:
             return Visible.of(self._library)
         requested, revision = found

@@ -31,9 +31,10 @@ from blobstore.serve.names import repository_of
 from blobstore.serve.refusal import API_VERSION, Refusal, error_response, no_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from blobstore.registry.manifest import RemoteManifest
+    from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
     from blobstore.serve.visible import Visible
@@ -61,10 +62,10 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
     if not _has_route(segments):
         message = "this server does not offer what is at this address"
         return error_response(404, "UNSUPPORTED", message)
-    *name, action, what = segments[1:]
-    asked = map(library.spelled, _repositories_of(name, target.first("ns")))
-    repository = next(filter(library.has, asked), None)
-    if repository is None:
+    action, what = segments[-2:]
+    asked = _repository_of(target, library)
+    repository = None if asked is None else library.spelled(asked)
+    if repository is None or not library.has(repository):
         raise no_model()
     if action == "tags":
         return _tags(target, repository, library)
@@ -106,15 +107,15 @@ def _part(
     return _referrers(target, repository, digest, library)
 
 
-def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
+def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str | None] | None:
     """Return the repository and the tag that a target is about; None for targets of another kind.
 
-    The tag is None if the target is about all tags, or about a manifest or a blob by its digest.
+    The tag is None if the target is about all tags, or about a manifest or a blob by its digest. Raises NotPrepared.
     """
     if not _has_route(target.segments):
         return None
-    *name, action, what = target.segments[1:]
-    repository = next(_repositories_of(name, target.first("ns")), None)
+    action, what = target.segments[-2:]
+    repository = _repository_of(target, library)
     if repository is None:
         return None
     if action != "manifests" or ":" in what or what.startswith("sha256-"):
@@ -122,21 +123,22 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     return repository, what
 
 
-def _repositories_of(name: Sequence[str], host: str) -> Iterator[Reference]:
-    """Yield the repositories that a name may mean; none if the name is malformed.
+def _repository_of(target: Target, library: Library | Visible) -> Reference | None:
+    """Return the repository that a target with a route names; None if the name is malformed. Raises NotPrepared.
 
-    containerd names the registry that it would ask without a mirror as ``host``. Only models of that host are meant.
-    The first of two parts may be a host, or a host and a namespace as clients of the Hub spell them.
+    containerd names the registry that it would ask without a mirror as ``ns``. Only models of that host are meant.
+    The first of two parts is a host if the store has such a model, which no upstream can have. Otherwise it is a
+    namespace, or a host and a namespace as clients of the Hub spell them.
     """
-    name = [host, *name] if host else name
-    if not host or len(name) > 2:
-        found = repository_of(*name)
-        if found is not None:
-            yield found
+    name, host = target.segments[1:-2], target.first("ns")
+    name = (host, *name) if host else name
     if len(name) == 2:
         found = repository_of(name[0], DEFAULT_NAMESPACE, name[1])
-        if found is not None and (host or _name_of(found) == "/".join(name)):
-            yield found
+        if host:
+            return found
+        if found is not None and _name_of(found) == "/".join(name) and library.stores(found):
+            return found
+    return repository_of(*name)
 
 
 def _manifest(request: Request, repository: Reference, what: str, library: Visible) -> Response:

@@ -102,6 +102,10 @@ class Visible:
             return self._named
         return self._library.spelled(repository)
 
+    def stores(self, repository: Reference) -> bool:
+        """See :meth:`Library.stores`."""
+        return self._library.stores(repository)
+
     def modified(self, reference: Reference) -> int | None:
         """Return when a name got its model, in nanoseconds since the epoch; None without a model."""
         version = (

@@ -28,6 +28,7 @@ from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, write_folder
+from tests.support.serve import json_of
 
 
 @pytest.fixture
@@ -84,6 +85,36 @@ def test_the_upstream_is_not_asked_for_models_of_other_hosts(store: LocalStore) 
             ask(through, "/ghcr.io.team/llama/resolve/main/config.json")
             assert not hub.requests
             ask(through, "/v2/team/llama/manifests/latest")
+            assert hub.requests
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost:5000/llama", "localhost/llama", "my-host:80/Q", "a.b/c"]
+)
+@pytest.mark.parametrize("tag", ["latest", "none"])
+def test_a_name_of_an_own_model_of_a_host_is_no_name_of_the_upstream(
+    name: str, tag: str, store: LocalStore, tmp_path: Path
+) -> None:
+    create(write_folder(tmp_path / "own", dense_tensors()), name, store=store)
+    with HubServer() as hub:
+        listed = name.replace(":", "_").lower()
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            catalog = json_of(answer_of(through, "/v2/_catalog"))
+            assert catalog["repositories"] == [listed]
+            expected = 200 if tag == "latest" else 404
+            assert ask(through, f"/v2/{listed}/manifests/{tag}") == expected
+            assert ask(through, f"/v2/{listed}/tags/list") == 200
+            assert not hub.requests
+
+
+def test_a_name_like_a_host_is_one_of_the_upstream_unless_the_store_has_it(
+    store: LocalStore,
+) -> None:
+    with HubServer() as hub:
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            assert ask(through, "/v2/team_1/llama/manifests/latest") == 401
             assert hub.requests
 
 

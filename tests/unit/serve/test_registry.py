@@ -94,6 +94,20 @@ def test_a_model_of_another_host_has_it_in_its_name(store: LocalStore, tmp_path:
         assert ask(library, f"/v2/{name}/manifests/latest").status == 404
 
 
+@pytest.mark.parametrize(
+    ("listed", "namespace", "host"),
+    [("localhost_5000/m", "localhost_5000/m", "localhost:5000/m"), ("a.b/m", "a/b/m", "a.b/m")],
+)
+def test_a_name_is_one_with_a_host_before_it_is_one_with_a_namespace(
+    store: LocalStore, tmp_path: Path, listed: str, namespace: str, host: str
+) -> None:
+    folder, library = write_folder(tmp_path / "m", dense_tensors()), Library(store)
+    for name in (f"{namespace}:namespace", f"{host}:host"):
+        create(folder, name, store=store)
+        tags = json_of(ask(library, f"/v2/{listed}/tags/list"))["tags"]
+        assert tags == [name.rpartition(":")[2]]
+
+
 def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
     library: Library, tmp_path: Path
 ) -> None:
