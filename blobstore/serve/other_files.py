@@ -27,6 +27,7 @@ from blobstore.serve.unprepared import NotFetched, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
@@ -59,6 +60,7 @@ class OtherFile(Fetch):
         listed: ListedFile,
         found: FoundAt,
         claim: Claim,
+        turn: threading.Lock,
         host: OtherFiles,
     ) -> None:
         """Fetch nothing yet.
@@ -70,13 +72,14 @@ class OtherFile(Fetch):
             listed: the file.
             found: the version, and the server that has it.
             claim: where the file is written to, and how many bytes.
+            turn: held while the models of the repository get a file, each with those of the others.
             host: gets a report of the end.
         """
         super().__init__(library.store, name, found, claim)
         self.name = listed.name
         self.begun = time.monotonic()
         self._library, self._host = library, host
-        self.at, self._listed = repository, listed
+        self.at, self._listed, self.turn = repository, listed, turn
         self._file: ArrivingFile | None = None
 
     def content(self) -> Content | None:
@@ -95,18 +98,15 @@ class OtherFile(Fetch):
         self.fetch(file)
         # Before the tags are listed, because a model that is arriving gets them only in the end.
         self._host.wait_for_model(self)
-        pulled, commit = self._library.pulled, (self.repository, self.commit)
-        tags = [one for one in self._library.listed_tags(self.at) if pulled.has_given(one)]
-        for name in tags:
-            # Before the names are given: if this process is killed, the next one settles them by this.
-            pulled.giving(name, commit)
-        names = add_file(self._store, tags, self._is_wanted, self.name, file.path)
-        for name in tags:
-            if name not in names:
-                pulled.not_given(name)
-        for name in names:
-            with contextlib.suppress(BlobstoreError):  # it is another model's by now
-                pulled.give(name, self._store.resolve(name))
+        with self.turn:
+            names = add_file(
+                self._store,
+                self._library.listed_tags(self.at),
+                self._is_wanted,
+                self._giving,
+                self.name,
+                file.path,
+            )
         if not names:
             # The file stays for the next attempt.
             raise RemoteError(
@@ -118,10 +118,16 @@ class OtherFile(Fetch):
         self._file = None
         self._host.ended(self)
 
-    def _is_wanted(self, manifest: Manifest) -> bool:
+    def _is_wanted(self, reference: Reference, manifest: Manifest) -> bool:
         with contextlib.suppress(BlobstoreError):  # another one is damaged
-            return source_of(self._store, manifest) == (self.repository, self.commit)
+            return self._library.pulled.has_given(reference) and (
+                source_of(self._store, manifest) == (self.repository, self.commit)
+            )
         return False
+
+    def _giving(self, reference: Reference, manifest: Manifest) -> AbstractContextManager[None]:
+        commit = (self.repository, self.commit)
+        return self._library.pulled.changing(reference, commit, manifest)
 
 
 class OtherFiles:
@@ -198,7 +204,9 @@ class OtherFiles:
             if key in self._running:
                 return
             claim = self._limit.claim("@".join(key))
-            fetch = OtherFile(self._library, at, asked.repository, listed, found, claim, self)
+            turns = (one.turn for one in self._running.values() if one.at == at)
+            turn = next(turns, None) or threading.Lock()
+            fetch = OtherFile(self._library, at, asked.repository, listed, found, claim, turn, self)
             self._running[key] = fetch
             # Under the lock, because `close` joins the threads of all fetches that it finds.
             fetch.start()

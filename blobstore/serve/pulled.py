@@ -323,6 +323,25 @@ class PulledModels:
         """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError."""
         self._write(self._note(reference), strict_json.dumps([str(reference), *commit]).encode())
 
+    @contextlib.contextmanager
+    def changing(self, reference: Reference, commit: Commit, manifest: Manifest) -> Iterator[None]:
+        """Keep a name that a fetch has given, while the block gives it another manifest of the same commit.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
+        is_noted = self._note(reference).exists()
+        # If this process is killed, the next one settles the name by this.
+        self.giving(reference, commit)
+        try:
+            yield
+        except BlobstoreError:
+            if not is_noted:
+                self.not_given(reference)
+            raise
+        self.give(reference, manifest)
+
     def not_given(self, reference: Reference) -> None:
         """Remove the note of :meth:`giving`."""
         with contextlib.suppress(OSError):

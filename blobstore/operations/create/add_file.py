@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import strict_json
 from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken, StoreError
@@ -13,7 +12,8 @@ from blobstore.manifests.model import LAYERS_DIGEST, Manifest, layers_digest
 from blobstore.operations.create.files import FileLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
@@ -21,20 +21,27 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.store.names import NameUpdate
 
+_MAX_ATTEMPTS: Final = 10
+"""How often a name that others change is looked at."""
+
 
 def add_file(
     store: LocalStore,
     references: Iterable[Reference],
-    is_wanted: Callable[[Manifest], bool],
+    is_wanted: Callable[[Reference, Manifest], bool],
+    giving: Callable[[Reference, Manifest], AbstractContextManager[object]],
     name: str,
     path: Path,
 ) -> list[Reference]:
-    """Add a file to models, and return the names of those that have got it.
+    """Add a file to models, and return the names of those that have it then.
+
+    If a name is given to another model in the meantime, such as one with one more file, that one gets the file.
 
     Args:
         store: the store.
         references: the names to look at.
-        is_wanted: returns whether a model is one that gets the file.
+        is_wanted: returns whether a name, with the model that it has now, is one that gets the file.
+        giving: returns the context in which a name is given its new manifest.
         name: the file's name in the models. One that has such a file keeps it.
         path: the file.
 
@@ -44,25 +51,46 @@ def add_file(
         StoreError: the store cannot be written.
     """
     layer = FileLayer(media_types.FILE, name, path=path, file_size=path.stat().st_size)
-    made: list[tuple[NameUpdate, Manifest]] = []
+    found: list[Reference] = []
     with store.ingest() as ingest:
         item = ingest.add(layer.size, layer.buffers)
         added = Descriptor(media_types.FILE, item.digest, item.size, name)
-        for reference in references:
-            update = store.names.seen(reference)  # first: what changes after it is not replaced
-            try:
-                manifest = store.resolve(reference)
-            except (ModelNotFound, InvalidManifest, StoreError):
-                continue
-            if is_wanted(manifest) and all(one.name != name for one in manifest.layers):
-                made.append((update, _with_layer(store, ingest, manifest, added)))
-        ingest.publish()
-        found = []
-        for update, manifest in made:
-            with contextlib.suppress(NameTaken):  # or removed
-                store.names.publish(update, manifest, ingest)
-                found.append(update.reference)
+        for _ in range(_MAX_ATTEMPTS):
+            made: list[tuple[NameUpdate, Manifest]] = []
+            for update, manifest in _wanted(store, references, is_wanted):
+                if added in manifest.layers:
+                    found.append(update.reference)
+                elif all(one.name != name for one in manifest.layers):
+                    made.append((update, _with_layer(store, ingest, manifest, added)))
+            ingest.publish()
+            lost = []
+            for update, manifest in made:
+                try:
+                    with giving(update.reference, manifest):
+                        store.names.publish(update, manifest, ingest)
+                except NameTaken:
+                    lost.append(update.reference)
+                else:
+                    found.append(update.reference)
+            if not lost:
+                break
+            references = lost
     return found
+
+
+def _wanted(
+    store: LocalStore,
+    references: Iterable[Reference],
+    is_wanted: Callable[[Reference, Manifest], bool],
+) -> Iterator[tuple[NameUpdate, Manifest]]:
+    for reference in references:
+        update = store.names.seen(reference)  # first: what changes after it is not replaced
+        try:
+            manifest = store.resolve(reference)
+        except (ModelNotFound, InvalidManifest, StoreError):
+            continue
+        if is_wanted(reference, manifest):
+            yield update, manifest
 
 
 def _with_layer(

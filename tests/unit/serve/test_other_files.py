@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.serve.pulled import PulledModels
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import dense_tensors, write_folder
@@ -127,6 +129,35 @@ def test_one_of_several_quantizations_comes_without_the_others(
         assert got(server, "m-Q4_K_M.gguf") == (200, QUANTS["m-Q4_K_M.gguf"])
         server.wait_for_log("file", "m-Q4_K_M.gguf")
     assert {layer.name for layer in store.resolve(NAME).layers} >= QUANTS.keys()
+    assert not verify_models(store=store).faults
+
+
+def test_all_files_that_end_at_once_are_kept(
+    hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
+) -> None:
+    right = {f"onnx/{number}.onnx": bytes([number]) * 1000 for number in range(6)}
+    may_end = threading.Event()
+    for name, data in right.items():
+        (repo.folder / name).write_bytes(data)
+        repo.gates[name] = (100, may_end)
+    with (
+        serving(store, tmp_path, "--upstream", hub.url) as server,
+        ThreadPoolExecutor(len(right)) as pool,
+    ):
+        arrived(server)
+        clients = {name: pool.submit(got, server, name) for name in right}
+        try:
+            for name in right:
+                while server.request(f"{AT}/{name}", Range="bytes=0-9")[0] == 503:
+                    assert not clients[name].done()
+        finally:
+            may_end.set()
+        for name, data in right.items():
+            assert clients[name].result() == (200, data)
+            assert "error" not in server.wait_for_log("file", name)
+        assert listed(server) == files_of(repo)
+    assert {layer.name for layer in store.resolve(NAME).layers} >= right.keys()
+    assert PulledModels(store).has_given(Reference.parse(NAME))
     assert not verify_models(store=store).faults
 
 

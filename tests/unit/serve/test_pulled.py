@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.errors import NameTaken
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
@@ -187,6 +188,25 @@ def test_without_hard_links_a_note_says_what_a_fetch_has_given(
     pulled.give(reference, store.resolve(reference))
     pulled.own()
     assert pulled.has_given(reference)
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_change_that_fails_removes_no_note_of_another_fetch(
+    is_noted: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    import_as(store, tmp_path, ORIGIN)
+    reference, pulled = Reference.parse("org/model"), PulledModels(store)
+    manifest, commit = store.resolve(reference), (ORIGIN.repository, ORIGIN.commit)
+    if is_noted:
+        pulled.giving(reference, commit)
+    with pytest.raises(NameTaken), pulled.changing(reference, commit, manifest):
+        assert pulled.has_given(reference), "if this process is killed now"
+        raise NameTaken
+    assert pulled.has_given(reference) is is_noted
+    with pulled.changing(reference, commit, manifest):
+        pass
+    assert pulled.has_given(reference)
+    assert not list(store.folder("pulled").glob(".giving-*")), "there is a link now"
 
 
 def test_what_a_killed_process_was_writing_is_no_record(store: LocalStore) -> None:

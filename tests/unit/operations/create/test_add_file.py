@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,10 @@ from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
 ONE, OTHER, NONE = map(Reference.parse, ("team/one", "team/other", "team/none"))
+
+
+def giving(*_: object) -> nullcontext[None]:
+    return nullcontext()
 
 
 @pytest.fixture
@@ -37,7 +45,9 @@ def both(store: LocalStore, tmp_path: Path) -> LocalStore:
 def test_the_models_that_are_wanted_get_the_file(both: LocalStore, file: Path) -> None:
     before = both.read_manifest(OTHER)
     wanted = iter([True, False])
-    found = add_file(both, [ONE, NONE, OTHER], lambda _: next(wanted), "onnx/model.onnx", file)
+    found = add_file(
+        both, [ONE, NONE, OTHER], lambda *_: next(wanted), giving, "onnx/model.onnx", file
+    )
     assert found == [ONE]
     assert both.read_manifest(OTHER) == before
     (layer,) = (one for one in both.resolve(ONE).layers if one.name == "onnx/model.onnx")
@@ -50,12 +60,12 @@ def test_the_models_that_are_wanted_get_the_file(both: LocalStore, file: Path) -
 
 def test_a_model_that_has_such_a_file_keeps_it(both: LocalStore, file: Path) -> None:
     before = both.read_manifest(ONE)
-    assert add_file(both, [ONE], lambda _: True, "config.json", file) == []
+    assert add_file(both, [ONE], lambda *_: True, giving, "config.json", file) == []
     assert both.read_manifest(ONE) == before
 
 
 def test_the_config_names_the_new_layers(both: LocalStore, file: Path) -> None:
-    add_file(both, [ONE], lambda _: True, "model.onnx", file)
+    add_file(both, [ONE], lambda *_: True, giving, "model.onnx", file)
     manifest = both.resolve(ONE)
     value = json.loads(both.read_blob(manifest.config.digest, manifest.config.size))
     assert value[LAYERS_DIGEST] == str(layers_digest(manifest.layers))
@@ -66,9 +76,52 @@ def test_a_name_that_has_changed_is_not_replaced(
 ) -> None:
     other = write_folder(tmp_path / "new", {"w": next(iter(dense_tensors().values()))})
 
-    def replace(_: object) -> bool:
+    looks = iter([True, False])
+
+    def is_wanted(*_: object) -> bool:
         blobstore.create(other, ONE, store=both)
+        return next(looks)
+
+    assert add_file(both, [ONE], is_wanted, giving, "model.onnx", file) == []
+    assert not list(looks), "the new model was looked at too"
+    assert [layer.name for layer in both.resolve(ONE).layers if layer.name == "w"] == ["w"]
+
+
+def test_models_get_all_files_that_are_added_at_once(both: LocalStore, tmp_path: Path) -> None:
+    all_have_read, names = threading.Barrier(2), ["a.onnx", "b.onnx"]
+
+    def add(name: str) -> list[Reference]:
+        path, reads = tmp_path / name, iter([all_have_read.wait])
+        path.write_bytes(name.encode())
+
+        def is_wanted(*_: object) -> bool:
+            for wait in reads:  # only the first time: one of both has to read again
+                wait(60)
+            return True
+
+        return add_file(both, [ONE], is_wanted, giving, name, path)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(add, names)) == [[ONE], [ONE]]
+    assert {layer.name for layer in both.resolve(ONE).layers} >= set(names)
+    assert not verify_models(store=both).faults
+
+
+def test_a_model_that_has_this_file_is_one_that_has_got_it(both: LocalStore, file: Path) -> None:
+    for _ in range(2):
+        assert add_file(both, [ONE], lambda *_: True, giving, "m.onnx", file) == [ONE]
+
+
+def test_a_name_that_others_change_each_time_is_left_to_them(
+    both: LocalStore, file: Path, tmp_path: Path
+) -> None:
+    before, other = both.resolve(ONE), tmp_path / "other"
+    other.write_bytes(b"other")
+    numbers = itertools.count()
+
+    def is_wanted(*_: object) -> bool:
+        add_file(both, [ONE], lambda *_: True, giving, f"{next(numbers)}.onnx", other)
         return True
 
-    assert add_file(both, [ONE], replace, "model.onnx", file) == []
-    assert [layer.name for layer in both.resolve(ONE).layers if layer.name == "w"] == ["w"]
+    assert add_file(both, [ONE], is_wanted, giving, "model.onnx", file) == []
+    assert len(both.resolve(ONE).layers) == len(before.layers) + next(numbers)
