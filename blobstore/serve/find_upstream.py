@@ -21,7 +21,7 @@ from blobstore.serve.rights import EVERYONE, UPSTREAM, client_of
 from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from blobstore.http.retry import Patience
     from blobstore.serve.peers import Peers
@@ -44,6 +44,8 @@ class FoundAt(NamedTuple):
     description: Description = NOTHING
     is_whole: bool = True
     """Whether the upstream has shown that the client may read all of the repository."""
+    proven: tuple[str, ...] = ()
+    """Other commits that it was asked about for that, which the store has."""
 
     @property
     def giver(self) -> str:
@@ -139,8 +141,10 @@ class Upstreams:
         with self._client(FoundAt("", "", self._upstream, token, None), IMPATIENT) as client:
             return client.user()
 
-    def check_public(self, found: FoundAt) -> None:
+    def check_public(self, found: FoundAt) -> Collection[str]:
         """Check that the upstream gives a whole repository to everyone, also without the server's token.
+
+        Return the commits that it was asked about.
 
         Raises as :meth:`find`.
         """
@@ -150,6 +154,7 @@ class Upstreams:
             is_whole = client.check_access(found.repository, there)
             if not is_whole or not all(client.has(found.repository, one) for one in stored):
                 raise RemoteError("nothing shows whether it is restricted")
+            return {found.commit, *stored}
 
     def _ask(
         self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience
@@ -169,11 +174,13 @@ class Upstreams:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
             is_whole = client.check_access(repository, there)
             asker = EVERYONE if token == self._token else client_of(token)
-            for commit in self._rights.unproven(repository, asker) if is_whole else ():
-                is_whole = is_whole and client.has(repository, commit)
+            stored = self._rights.unproven(repository, asker) if is_whole else []
+            is_whole = is_whole and all(client.has(repository, commit) for commit in stored)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
         found = found._replace(repository=repository, commit=there.commit)
-        return found._replace(peer=peer, description=there.description, is_whole=is_whole)
+        return found._replace(
+            peer=peer, description=there.description, is_whole=is_whole, proven=tuple(stored)
+        )

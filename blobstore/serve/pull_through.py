@@ -444,7 +444,8 @@ class PullThrough:
         client = EVERYONE if found.is_peer else client
         only = "" if found.giver == UPSTREAM and found.is_whole else found.commit
         until = time.monotonic() + holds
-        self._rights.give(Right(found.giver, client, asked.repository, only, now, until))
+        right = Right(found.giver, client, asked.repository, only, now, until)
+        self._rights.give(right, {found.commit, *found.proven})
         self._tags.set(asked.reference, _Known(found.commit, found.giver), holds)
         is_judged = found.giver == UPSTREAM and found.is_whole
         if is_judged and self._library.pulled.of_repository(asked.repository):
@@ -465,7 +466,7 @@ class PullThrough:
         if not self._rights.is_public(repository):
             now = time.monotonic()
             try:
-                self._upstreams.check_public(found)
+                proven = self._upstreams.check_public(found)
             except Refusal:
                 self._rights.take_back(repository, self._rights.public)
             except RemoteError:
@@ -473,7 +474,7 @@ class PullThrough:
             else:
                 until = time.monotonic() + max(self._fresh, 1)
                 right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
-                self._rights.give(right)
+                self._rights.give(right, proven)
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         self._refusals.set((asked.reference, client), refusal.again(), _REFUSED_SECONDS)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Final
 from blobstore.serve.expiring import MAX_KNOWN, bounded
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from blobstore.serve.pulled import Origin, PulledModels
 
 EVERYONE: Final = ""
@@ -69,15 +71,25 @@ class Rights:
         self._noting = threading.Lock()
         self._rights: dict[tuple[str, str, str], Right] = {}
         """By repository, client and commit."""
+        self._proven: dict[tuple[str, str], frozenset[str]] = {}
+        """The commits that the upstream has given with rights to whole repositories, by repository and client."""
         self._refused: dict[tuple[str, str], float] = {}
         """When the upstream last refused a repository to a client."""
 
-    def give(self, right: Right) -> None:
-        """Note a right. A peer's right without a commit would open a whole repository, so it is ignored."""
+    def give(self, right: Right, proven: Iterable[str] = ()) -> None:
+        """Note a right. A peer's right without a commit would open a whole repository, so it is ignored.
+
+        Args:
+            right: the right.
+            proven: the commits that the upstream has given to the client with it.
+        """
         if right.giver == UPSTREAM or right.commit:
             with self._lock:
-                key = (right.repository, right.client, right.commit)
-                bounded(self._rights)[key] = right
+                repository, client = right.repository, right.client
+                if not right.commit:
+                    before = self._proven_by(repository, client)
+                    bounded(self._proven)[repository, client] = before.union(proven)
+                bounded(self._rights)[repository, client, right.commit] = right
 
     def take_back(self, repository: str, client: str) -> None:
         """Note that the upstream refuses a repository to a client."""
@@ -120,11 +132,18 @@ class Rights:
 
         The upstream has to confirm each of them, because its repository of that name may be another one by now.
         """
-        right = self._rights.get((repository, client, ""))
-        is_known = right is not None and right.asked > self._refused.get((repository, client), 0.0)
-        if is_known or self._pulled.is_public(repository):
+        if self._pulled.is_public(repository):
             return []
-        return [one.commit for one in self._pulled.of_repository(repository) if not one.peer]
+        proven = self._proven_by(repository, client)
+        stored = [one.commit for one in self._pulled.of_repository(repository) if not one.peer]
+        return [commit for commit in stored if commit not in proven]
+
+    def _proven_by(self, repository: str, client: str) -> frozenset[str]:
+        """Return the commits that the upstream has given to a client since it last refused the repository."""
+        right = self._rights.get((repository, client, ""))
+        if right is None or right.asked <= self._refused.get((repository, client), 0.0):
+            return frozenset()
+        return self._proven.get((repository, client), frozenset())
 
     def lets_peers(self, repository: str) -> bool:
         """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about."""

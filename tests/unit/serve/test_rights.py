@@ -79,6 +79,23 @@ def test_a_right_ends(ledger: Rights) -> None:
     assert ledger.of(EVERYONE, NAME) is None
 
 
+def test_a_right_proves_the_commits_that_the_upstream_has_given_with_it(
+    ledger: Rights, pulled: PulledModels
+) -> None:
+    pulled.keep(Origin(NAME, COMMIT), is_public=False)
+    assert ledger.unproven(NAME, READER) == [COMMIT]
+    ledger.give(right(READER), [COMMIT])
+    assert ledger.unproven(NAME, READER) == []
+    pulled.keep(Origin(NAME, OTHER), is_public=False)  # which another client has fetched
+    assert ledger.unproven(NAME, READER) == [OTHER]
+    ledger.give(right(READER), [OTHER])
+    assert ledger.unproven(NAME, READER) == []
+    ledger.take_back(NAME, READER)
+    assert set(ledger.unproven(NAME, READER)) == {COMMIT, OTHER}
+    ledger.give(right(READER), [OTHER])
+    assert ledger.unproven(NAME, READER) == [COMMIT]
+
+
 def test_a_refusal_takes_back_what_it_contradicts(ledger: Rights) -> None:
     def give() -> None:
         for one in (right(), right(READER), right(giver=PEER, commit=COMMIT)):
