@@ -187,8 +187,10 @@ def test_an_address_is_read_back_and_a_whole_store_with_each_blob_once(
 
 
 @pytest.mark.parametrize("is_all", [True, False])
-def test_says_once_what_helps_against_lost_manifests(stored: LocalStore, *, is_all: bool) -> None:
-    run("cp", "dense", "other")
+def test_says_once_what_helps_against_lost_manifests(
+    stored: LocalStore, moe: Path, *, is_all: bool
+) -> None:
+    run("create", moe, "other")
     for name in ("dense", "other")[: 2 if is_all else 1]:
         stored.manifest_path(name).unlink()
     result = run("verify", exit_code=4)
