@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from blobstore.cli.main import program
 from blobstore.cli.output import with_options
 from blobstore.core.escape import cli_command
+from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.gguf_files import TEXT, gguf_file, text
@@ -296,6 +297,17 @@ def model_of_a_store_in_the_folder_of_ollama(folder: Path, _: LocalStore) -> Cas
     return Case("blobstore/operations/create/ollama.py", cause, 1, (), values)
 
 
+def lost_manifest_whose_link_is_damaged(folder: Path, store: LocalStore) -> Case:
+    run("create", _folder(folder / "a"), "m")
+    run("cp", "m", "--to", folder / "other")
+    link = store.names.published.path(Reference.parse("m"))
+    for path in (link, store.manifest_path("m")):
+        path.unlink()
+    link.write_bytes(b"{")
+    values = [("PLACE", folder / "other")]
+    return Case("blobstore/store/published.py", ["gc"], 4, (), values)
+
+
 def damaged_manifest(folder: Path, store: LocalStore) -> Case:
     run("create", _folder(folder / "a"), "m")
     run("create", _folder(folder / "b", seed=1), "n")
@@ -382,6 +394,7 @@ CASES: Sequence[Prepare] = (
     steps_of_a_run,
     frozen_model,
     damaged_manifest,
+    lost_manifest_whose_link_is_damaged,
     model_of_a_store_in_the_folder_of_ollama,
     no_8_bit_floats_with_scales,
     globals_of_a_checkpoint,
