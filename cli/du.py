@@ -30,6 +30,8 @@ _SPACES = {
     "copies": 'copies for servers, made by "blobstore run"; "blobstore gc" frees them',
     "manifests": "manifests",
 }
+_UNSURE = "blobs that no manifest needs that can be read; 'blobstore repair' restores manifests"
+"""What is not referenced, if some manifest is damaged or lost: ``gc`` does not free it."""
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
@@ -157,7 +159,8 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
             f"  {render.human_bytes(usage.hot)} hot, {render.human_bytes(usage.cold.size)} cold in "
             f"{render.count_of(usage.cold.files, 'blob')}; {render.human_bytes(usage.saved)} saved{share}"
         )
-    for name, meaning in _SPACES.items():
+    meanings = _SPACES | ({"unreferenced": _UNSURE} if usage.unreadable else {})
+    for name, meaning in meanings.items():
         space: Space = getattr(usage, name)
         if space.files:
             count = render.count_of(space.files, "file")

@@ -124,6 +124,8 @@ def test_an_unreadable_manifest_is_reported(stored: LocalStore) -> None:
     result = run("du", exit_code=4)
     assert result.stdout.splitlines()[1].split() == ["dense:latest", "UNREADABLE", "-", "-", "-"]
     assert "its blobs count as needed by no model" in result.stderr
+    assert "blobs that no manifest needs that can be read; 'blobstore repair'" in result.stdout
+    assert '"blobstore gc" frees them' not in result.stdout
     assert "\x1b" not in result.output
     found = run_json("du", exit_code=4)
     assert found["models"][0]["bytes"] is None
