@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-import os
 import struct
-import sys
 from pathlib import Path
 
 import gguf
@@ -17,10 +15,8 @@ import blobstore
 from tests.benchmarks.k_ladder import matrices, write_gguf
 from tests.benchmarks.ladder import tensors_of
 from tests.real.packages import package
-from tests.real.test_llama_cpp import NAME, PROGRAM, TOKENS, answer_of
-from tests.support.ggml import LLAMA_CPP, quantized_by_llama_cpp
-from tests.support.ports import free_port
-from tests.unit.cli.running import command_line
+from tests.real.test_llama_cpp import NAME, answer_of_file, answer_of_store
+from tests.support.ggml import quantized_by_llama_cpp
 
 K_QUANTS = [f"blk.{layer}.ffn_down.weight" for layer in range(26, 30)]
 """Tensors whose rows are blocks of 256."""
@@ -101,13 +97,7 @@ def write_k_quants(folder: Path) -> tuple[Path, Path]:
 
 def test_llama_cpp_answers_from_frozen_k_quants_as_from_their_file(tmp_path: Path) -> None:
     file, parent = write_k_quants(tmp_path)
-    program = tmp_path / "bin" / "llama-server"
-    program.parent.mkdir()
-    program.write_text(PROGRAM.format(python=sys.executable, folder=str(package(LLAMA_CPP))))
-    program.chmod(0o755)
-    port = free_port()
-    words = [str(program), "-m", str(file), "--port", str(port)]
-    expected = answer_of(words, port, tmp_path / "direct.log")
+    expected = answer_of_file(file, tmp_path)
 
     store = tmp_path / "store"
     blobstore.create(file, "smol", store=store)
@@ -117,16 +107,4 @@ def test_llama_cpp_answers_from_frozen_k_quants_as_from_their_file(tmp_path: Pat
     blobstore.export("smol", tmp_path / "exported", store=store)
     (exported,) = (tmp_path / "exported").rglob("*.gguf")
     assert filecmp.cmp(exported, file, shallow=False)
-    port = free_port()
-    found = answer_of(
-        command_line("run", "smol", "--store", store, "--", "--port", port),
-        port,
-        tmp_path / "run.log",
-        PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
-    )
-
-    text, tokens = expected
-    assert text
-    assert [len(token["top_logprobs"]) for token in tokens] == [5] * TOKENS
-    assert found == expected
+    assert answer_of_store("smol", store, tmp_path) == expected

