@@ -82,7 +82,7 @@ class Artifact:
         return any(digest in several for several in (self.manifests, self.blobs, self.layers))
 
     def content(self, digest: Digest) -> Content | None:
-        """Return a blob; None if there is none with this digest. Those of layers are made when they are asked for."""
+        """Return the blob with a digest, or None. The blob of a layer is made here, when a client asks for it."""
         layer = self.layers.get(digest)
         return self.blobs.get(digest) or (layer and whole_blob(layer))
 

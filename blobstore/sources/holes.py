@@ -50,7 +50,7 @@ def check_written(path: Path, descriptor: int, layout: FileLayout) -> Iterator[s
     is_unfinished = end == size and (is_cut or start - begin < status.st_blksize)
     if is_hole and is_unfinished:
         raise DamagedSource(
-            f"{quote(path)}: this is an unfinished download: nothing was written behind byte {start}, in "
+            f"{quote(path)}: this is an unfinished download: nothing was written after byte {start}, in "
             f"tensor {quote(name)}",
             advice=f"{_ADVICE}; if these are zeros, 'cp --sparse=never' makes a copy that has them",
         )
@@ -63,7 +63,7 @@ def check_written(path: Path, descriptor: int, layout: FileLayout) -> Iterator[s
 
 
 def _seek(descriptor: int, offset: int, whence: int, size: int) -> int:
-    """Return where the next hole or the next data begins; ``size`` if there is none or the file system does not say."""
+    """Return where the next hole or the next data begins; ``size`` without one, or if the file system does not say."""
     try:
         return min(os.lseek(descriptor, offset, whence), size)
     except OSError as error:
