@@ -128,7 +128,8 @@ class References:
     ) -> KnownManifest:
         """Return the blobs of a manifest by their numbers; keep them for its file, unless that is too young.
 
-        ``config`` is the content of its config, if the manifest was checked against that. A manifest that states other sizes than those before is not kept.
+        ``config`` is the content of its config, if the manifest was checked against that. A manifest that states
+        other sizes than those before is not kept.
         """
         layers, tensor = manifest.layers, media_types.TENSOR
         blobs = {one.digest: one.size for one in layers if one.media_type != tensor}

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.argument_types import check_type
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
@@ -37,7 +38,7 @@ from blobstore.operations.create.source_names import (
     path_name,
     step_order,
 )
-from blobstore.sources.base import DEFAULT_OPTIONS, advising_download
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.gguf import GGUF
@@ -142,15 +143,24 @@ def create_all(
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.
         StoreError: the store cannot be used. Models imported before that stay.
-        UsageError: a name is given that has a tag, or all models have names of their own.
+        UsageError: a name is given that has a tag, all models have names of their own, or an option is of a
+            wrong type.
     """
     store = LocalStore.of(store)
     first: dict[str, Path | str] = {}
     results = []
-    chosen = options.get("source_options", DEFAULT_OPTIONS)
-    is_quantized = (options.get("quantize") or QuantizeOptions()).quant_type is not None
-    own = None if name is None else _without_tag(Reference.of(name))
-    models = [it for it in find_models(folder, own) if it.matches(chosen.weights)]
+    choices = ImportOptions(
+        options.get("source_options", DEFAULT_OPTIONS),
+        options.get("quantize") or QuantizeOptions(),
+        options.get("experts", "packed"),
+        options.get("decode", False),
+        options.get("as_is", False),
+    )
+    check_type("source_options", choices.source, SourceOptions)
+    check_type("quantize", choices.quantize, QuantizeOptions)
+    weights, is_quantized = choices.source.weights, choices.quantize.quant_type is not None
+    in_folder = None if name is None else _without_tag(Reference.of(name))
+    models = [it for it in find_models(folder, in_folder) if it.matches(weights)]
     with Downloads(store, is_quantized=is_quantized, is_shared=True) as downloads:
         for number, model in enumerate(models, start=1):
             name, created, error = model.name, None, None
@@ -166,9 +176,9 @@ def create_all(
                     step = progress and partial(
                         _report, progress, f"{number} of {len(models)} models, {name}"
                     )
-                    weights = model.weights or chosen.weights
-                    options["source_options"] = replace(chosen, weights=weights)
-                    created = _create(downloads, model.source, reference, store, step, options)
+                    read = replace(choices.source, weights=model.weights or weights)
+                    own = choices._replace(source=read)
+                    created = _create(downloads, model.source, reference, store, step, own, options)
                     # The models that it leaves out are imported too.
                     notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
                     created = replace(created, notices=tuple(notices))
@@ -189,17 +199,11 @@ def _create(
     reference: Reference,
     store: LocalStore,
     progress: Progress | None,
+    choices: ImportOptions,
     options: CreateOptions,
 ) -> Created:
     """Import one model as :func:`~blobstore.operations.create.create.create` does, with shared downloads."""
     started = time.monotonic()
-    choices = ImportOptions(
-        options.get("source_options", DEFAULT_OPTIONS),
-        options.get("quantize") or QuantizeOptions(),
-        options.get("experts", "packed"),
-        options.get("decode", False),
-        options.get("as_is", False),
-    )
     update = store.names.seen(reference)
     store.names.check_name(reference)
     sha256, in_cache = options.get("sha256"), options.get("keep_hub_cache", False)

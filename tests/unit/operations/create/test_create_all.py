@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,16 @@ def test_models_whose_names_cannot_be_used_fail(store: LocalStore, tmp_path: Pat
 def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
     results = create_all(models, store=store, quantize=QuantizeOptions("none such"))
     assert all(isinstance(it.error, UsageError | DamagedSource) for it in results)
+
+
+@pytest.mark.parametrize("name", ["source_options", "quantize"])
+def test_an_option_of_a_wrong_type_is_refused_as_by_create(
+    store: LocalStore, models: Path, name: str
+) -> None:
+    options: Any = {name: "int8"}
+    for function in (create, create_all):
+        with pytest.raises(UsageError, match=f"{name} is 'int8', a value of type str"):
+            function(models, store=store, **options)
 
 
 def test_a_dry_run_only_lists(store: LocalStore, models: Path) -> None:
