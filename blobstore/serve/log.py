@@ -8,12 +8,15 @@ import json
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+MAX_LINES: Final = 4096
+"""Lines that wait, of at most about 6 kB each. The reader of the log may stop reading, and clients go on."""
 
 
 def write_line(write: Callable[[str], object] | None, **fields: object) -> None:
@@ -29,15 +32,17 @@ def write_line(write: Callable[[str], object] | None, **fields: object) -> None:
 
 
 class Log:
-    """Lines that wait until they are written. Threads may share it."""
+    """Lines that wait until they are written, at most :data:`MAX_LINES`. Threads may share it."""
 
     def __init__(self, write: Callable[[str], object] | None) -> None:
         """Write nothing yet; None if nothing is ever written."""
         self.write = write
-        self.lines: deque[str] = deque()
+        self.lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._dropped = 0
 
     def note(self, **fields: object) -> None:
-        """Add a line with these fields."""
+        """Add a line with these fields; the oldest one goes if nobody has read so many."""
+        self._dropped += len(self.lines) == MAX_LINES
         write_line(self.lines.append, **fields)
 
     def flush(self) -> None:
@@ -46,6 +51,9 @@ class Log:
         with contextlib.suppress(IndexError):  # the loop may add some at the same time
             while True:
                 lines.append(self.lines.popleft())
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            write_line(lines.append, dropped=dropped)
         if lines and self.write is not None:
             self.write("\n".join(lines))
 
