@@ -18,14 +18,15 @@ from blobstore.core import pictures
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.archives.reader import ArchiveReader, open_archive
     from blobstore.errors import BlobstoreError
     from blobstore.integrations.run import run_model as run
+    from blobstore.manifests.lock_file import LockedModel
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.model import Model
     from blobstore.operations.archive.pack import Packed
     from blobstore.operations.archive.pack import pack_models as pack
-    from blobstore.operations.archive.reader import ArchiveReader, open_archive
     from blobstore.operations.archive.unpack import CheckedArchive, Unpacked, check_archive
     from blobstore.operations.archive.unpack import unpack_archive as unpack
     from blobstore.operations.compare.compare import Comparison
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from blobstore.operations.open import open_model as open  # noqa: A004
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
-    from blobstore.operations.transfer.lock_file import LockedModel
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.operations.transfer.push import Pushed
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined, and under which name.
 _HOMES = {
-    "ArchiveReader": ("blobstore.operations.archive.reader", "ArchiveReader"),
+    "ArchiveReader": ("blobstore.archives.reader", "ArchiveReader"),
     "BlobstoreError": ("blobstore.errors", "BlobstoreError"),
     "CheckedArchive": ("blobstore.operations.archive.unpack", "CheckedArchive"),
     "Checkpoint": ("blobstore.sources.pytorch.checkpoint", "Checkpoint"),
@@ -126,7 +126,7 @@ _HOMES = {
     "Linked": ("blobstore.operations.export.link", "Linked"),
     "ListedModel": ("blobstore.operations.describe.list", "ListedModel"),
     "LocalStore": ("blobstore.operations.open", "LocalStore"),
-    "LockedModel": ("blobstore.operations.transfer.lock_file", "LockedModel"),
+    "LockedModel": ("blobstore.manifests.lock_file", "LockedModel"),
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
@@ -176,7 +176,7 @@ _HOMES = {
     "list": ("blobstore.operations.describe.list", "list_models"),
     "lock": ("blobstore.operations.transfer.sync", "lock_models"),
     "open": ("blobstore.operations.open", "open_model"),
-    "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
+    "open_archive": ("blobstore.archives.reader", "open_archive"),
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
     "page": ("blobstore.pages.write", "write_page"),

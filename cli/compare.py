@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.compare import Comparison, TensorError
-    from blobstore.operations.compare.metrics import WorstGroup
+    from blobstore.quantization.error_metrics import WorstGroup
     from blobstore.store.local import LocalStore
 
 Order = Literal["error", "snr", "name", "size"]

@@ -71,7 +71,7 @@ def command(
     if is_list:
         show_archive(file, names, out, store)
         return
-    from blobstore.operations.archive.reader import open_archive
+    from blobstore.archives.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
     from blobstore.store.name_patterns import select_references
 

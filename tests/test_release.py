@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from blobstore.archives import format as archives
 from blobstore.compression import quant_rule, table
 from blobstore.gguf import header
-from blobstore.manifests import media_types
+from blobstore.manifests import lock_file, media_types
 from blobstore.manifests.model import SCHEMA_VERSION
-from blobstore.operations.archive import format as archives
-from blobstore.operations.transfer import lock_file
 from blobstore.remotes import cold_layers
 from blobstore.signatures import policy
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from blobstore.archives.format import PREFIX, Kind, Member
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.table import PREFIX as COLD_PREFIX
@@ -26,7 +27,6 @@ from blobstore.errors import ArchiveDamaged, NameConflict, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig
-from blobstore.operations.archive.format import PREFIX, Kind, Member
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.store.local import LocalStore
 from tests.support.archives import Parts, archive, model_archive, packed_family, raw

@@ -18,6 +18,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, NameTaken
+from blobstore.manifests.lock_file import LockedModel
 from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.follow import follow
 from blobstore.operations.ingest.task import import_model
@@ -25,7 +26,6 @@ from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
-from blobstore.operations.transfer.lock_file import LockedModel
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.operations.transfer.sync import sync_models

@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from blobstore.operations.archive.reader import open_archive
+from blobstore.archives.reader import open_archive
 from tests.faults.invariants import Expected, Findings, check_store, forget
 from tests.faults.known import Known
 from tests.faults.operations import Operation, Scene

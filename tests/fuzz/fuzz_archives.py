@@ -29,11 +29,11 @@ import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
+    from blobstore.archives import reader as archives
+    from blobstore.archives.format import PREFIX
+    from blobstore.archives.reader import ArchiveReader, open_archive
     from blobstore.core.digest import Digest
     from blobstore.errors import ArchiveDamaged
-    from blobstore.operations.archive import reader as archives
-    from blobstore.operations.archive.format import PREFIX
-    from blobstore.operations.archive.reader import ArchiveReader, open_archive
 
 from tests.fuzz.harness import run
 

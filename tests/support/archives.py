@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from blobstore.archives.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
-from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member
 from blobstore.operations.archive.pack import pack_models
 from blobstore.signatures.cosign import write_signature
 from blobstore.store.local import LocalStore

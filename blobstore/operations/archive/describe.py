@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.archives.format import Kind
+from blobstore.archives.reader import open_archive
 from blobstore.core.digest import Digest
-from blobstore.operations.archive.format import Kind
-from blobstore.operations.archive.reader import open_archive
 from blobstore.operations.sign.report import check_unkept
 from blobstore.operations.sign.require_trust import policy_keys
 from blobstore.store.local import LocalStore

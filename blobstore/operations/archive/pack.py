@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.archives.format import PREFIX, ArchiveTable, Kind, Member, check_case
+from blobstore.archives.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.cold_blobs.batches import BlobProgress
 from blobstore.cold_blobs.blob_encoder import (
     BlobEncoder,
@@ -41,8 +43,6 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
-from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NewSignature
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from blobstore.archives.format import ArchivedModel
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
-    from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.plan import PlannedMember
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.archives.format import ArchivedModel
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
 from blobstore.cold_blobs.chains import Chains
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder
 from blobstore.cold_blobs.gguf_parents import ParentFinder
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.operations.archive.format import ArchivedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

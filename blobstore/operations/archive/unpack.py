@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from blobstore.archives.format import Kind, check_case
+from blobstore.archives.reader import label_blobs, open_archive
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -31,8 +33,6 @@ from blobstore.errors import (
     InvalidSignature,
 )
 from blobstore.manifests.reference import Reference, all_under
-from blobstore.operations.archive.format import Kind, check_case
-from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
 from blobstore.remotes.signatures import SelectedSignatures
 from blobstore.store.local import LocalStore, StoreLike
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from blobstore.archives.format import ArchivedModel
+    from blobstore.archives.reader import ArchiveReader
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
-    from blobstore.operations.archive.format import ArchivedModel
-    from blobstore.operations.archive.reader import ArchiveReader
     from blobstore.store.ingest import Ingest, Ingested
 
 Done = TypeVar("Done")

@@ -21,8 +21,8 @@ from blobstore.core.arguments import one_or_more
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.models.dequantize import plain_pieces, rows_at_once
-from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.operations.compare.pairs import pair_tensors
+from blobstore.quantization.error_metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.with_outside_files import StoreWithFiles, name_or_file

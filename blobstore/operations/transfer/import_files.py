@@ -13,10 +13,10 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders
+from blobstore.core.tar_stream import InvalidTar, TarStream
 from blobstore.errors import DamagedSource
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.operations.create.create import create
-from blobstore.operations.transfer.tar_stream import InvalidTar, TarStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

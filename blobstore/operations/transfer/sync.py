@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from blobstore.core import toml
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import write_file
+from blobstore.core.files import read_regular, write_file
 from blobstore.core.progress import of_items
 from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool
@@ -19,13 +20,14 @@ from blobstore.errors import (
     Damaged,
     ModelNotFound,
     NameTaken,
+    NotFound,
     UnsupportedSource,
 )
+from blobstore.manifests.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.manifests.reference import Names, Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.create.import_options import ImportOptions
-from blobstore.operations.transfer.lock_file import LockedModel, format_lock, read_lock
 from blobstore.operations.transfer.many import place_of, pull_order
 from blobstore.operations.transfer.pull import STREAMS, pull_model
 from blobstore.registry.reference import RemoteReference
@@ -37,6 +39,7 @@ from blobstore.store.names import ABSENT, ANYTHING, NameUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
 
@@ -160,7 +163,7 @@ def sync_models(
         UsageError: an argument is invalid, or the file is not a lock file.
     """
     if isinstance(models, str | os.PathLike):
-        models = read_lock(local_path(models, "source"))
+        models = _read_lock(local_path(models, "source"))
     options = {"streams": streams, "limit_rate": limit_rate, "jobs": jobs, "plain_http": plain_http}
     local = LocalStore.of(store)
     results = [_compared(local, model) for model in models]
@@ -183,6 +186,21 @@ def sync_models(
         except BlobstoreError as failure:
             results[number] = replace(result, error=failure)
     return results
+
+
+def _read_lock(path: Path) -> list[LockedModel]:
+    """Return the models of a lock file.
+
+    Raises:
+        NotFound: there is no such file.
+        UsageError: as :func:`parse_lock`.
+        BlobstoreError, OSError: it is not a regular file, is too large, or cannot be read.
+    """
+    try:
+        text = read_regular(path, toml.MAX_SIZE).decode(errors="replace")
+    except FileNotFoundError:
+        raise NotFound(f"there is no lock file {quote(path)}") from None
+    return parse_lock(text, quote(path))
 
 
 def _in_order(

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from typing_extensions import Buffer
 
+from blobstore.archives import ordered_writer
+from blobstore.archives.format import Kind
+from blobstore.archives.reader import open_archive
 from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.encoder import Encoded
@@ -30,11 +33,8 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive import ordered_writer
-from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.plan import plan_members
-from blobstore.operations.archive.reader import open_archive
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -193,7 +193,7 @@ def test_stores_small_and_random_blobs_uncompressed(store: LocalStore, path: Pat
 def test_discards_a_compressed_form_that_is_not_smaller_even_if_it_is_written(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blobstore.operations.archive.ordered_writer._MAX_BUFFERED", 0)
+    monkeypatch.setattr("blobstore.archives.ordered_writer._MAX_BUFFERED", 0)
     add_blobs(store, "odd", {f"x{key}": noise(300_000, key) for key in range(6)})
     pack_models(["odd", "base"], path, store=store, jobs=3)
     check_archive(path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.archives.format import Kind
 from blobstore.compression import chunks
 from blobstore.errors import (
     ArchiveDamaged,
@@ -24,7 +25,6 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive import unpack
-from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.operations.freeze.freeze import freeze_models

@@ -8,10 +8,10 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, NotFound, UnsupportedSource
+from blobstore.manifests.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.operations.sign.sign import sign_model
-from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.operations.transfer.many import push_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model

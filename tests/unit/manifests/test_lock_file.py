@@ -7,8 +7,8 @@ import pytest
 from blobstore.core import toml
 from blobstore.core.digest import Digest
 from blobstore.errors import UsageError
+from blobstore.manifests.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.manifests.reference import Reference
-from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
 
 DIGEST = Digest.of(b"x")
 HEAD = f'name = "a"\nmanifest = "{DIGEST}"\n'

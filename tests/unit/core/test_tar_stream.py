@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from blobstore.operations.transfer.tar_stream import InvalidTar, TarStream
+from blobstore.core.tar_stream import InvalidTar, TarStream
 from tests.support.tars import entry
 
 END = bytes(1024)

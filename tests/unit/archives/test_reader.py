@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from blobstore.archives.format import ArchiveTable, Kind
+from blobstore.archives.reader import ArchiveReader, label_blobs, open_archive
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types
@@ -18,15 +20,13 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import ArchiveTable, Kind
-from blobstore.operations.archive.reader import ArchiveReader, label_blobs, open_archive
 from blobstore.store.local import LocalStore
 from tests.readers.archives import read_archive
 from tests.support.archives import Parts, archive, packed_family, raw
 from tests.support.zip_files import opened
 
 BASE, TUNED = Reference.parse("base"), Reference.parse("tuned")
-VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "archive.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "archive.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_no_codec_sees_altered_bytes(
     base = Parts(family).members[number].base
     opened_blobs: list[object] = []
     monkeypatch.setattr(
-        "blobstore.operations.archive.reader.ColdBlobDecoder",
+        "blobstore.archives.reader.ColdBlobDecoder",
         opened_blobs.append,
     )
     for damaged in {number, number if base is None else base}:

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from blobstore.archives.format import ArchivedModel, ArchiveTable, Kind
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.arguments import local_path
@@ -35,7 +36,6 @@ from blobstore.errors import (
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference, similar_names
-from blobstore.operations.archive.format import ArchivedModel, ArchiveTable, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

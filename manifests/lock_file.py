@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core import strict_json, toml
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
-from blobstore.errors import NotFound, UsageError
+from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 VERSION: Final = 1
 _KEYS: Final = frozenset({"name", "manifest", "remote", "repository", "commit", "options"})
@@ -103,21 +101,6 @@ def parse_lock(text: str, where: str) -> list[LockedModel]:
             raise UsageError(f"{where}: model {number}: {quote(model.reference)} is listed twice")
         found[model.reference] = model
     return list(found.values())
-
-
-def read_lock(path: Path) -> list[LockedModel]:
-    """Return the models of a lock file.
-
-    Raises:
-        NotFound: there is no such file.
-        UsageError: as :func:`parse_lock`.
-        BlobstoreError, OSError: it is not a regular file, is too large, or cannot be read.
-    """
-    try:
-        text = read_regular(path, toml.MAX_SIZE).decode(errors="replace")
-    except FileNotFoundError:
-        raise NotFound(f"there is no lock file {quote(path)}") from None
-    return parse_lock(text, quote(path))
 
 
 def _model(item: object, where: str) -> LockedModel:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.archives import ordered_writer
+from blobstore.archives.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
-from blobstore.operations.archive import ordered_writer
-from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 
 
 @pytest.fixture

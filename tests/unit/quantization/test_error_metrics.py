@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
+from blobstore.quantization.error_metrics import ErrorStats, WorstGroup, relative_error, snr_db
 
 Array = np.ndarray[Any, Any]
 

@@ -5,10 +5,7 @@ import struct
 
 import pytest
 
-from blobstore.compression.delta import MAX_CHAIN
-from blobstore.core.digest import Digest
-from blobstore.errors import ArchiveDamaged
-from blobstore.operations.archive.format import (
+from blobstore.archives.format import (
     MAX_MEMBERS,
     MAX_NAMES,
     PREFIX,
@@ -16,6 +13,9 @@ from blobstore.operations.archive.format import (
     Kind,
     Member,
 )
+from blobstore.compression.delta import MAX_CHAIN
+from blobstore.core.digest import Digest
+from blobstore.errors import ArchiveDamaged
 from tests.support.archives import archive, raw
 
 _NAMES = [("h/n/a:t", 0), ("h/n/b:t", 0)]
