@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD: Final = 1 << 22
 """Elements of an attention head at most, because its rows are read together."""
+_HEADS: Final = 16
+"""A chunk of permuted rows has one weight at least for so many of a head, which may be read as a whole for it."""
 MAX_CODED: Final = 1 << 20
 """Weights of a chunk whose scales are kept at most, because they are read together."""
 _VERSIONS: Final = {1: QUANTIZED, 2: CODED}
@@ -106,16 +108,17 @@ class QuantRule(NamedTuple):
     def is_possible(self, size: int, chunk_size: int = 0) -> bool:
         """Return whether ``size`` bytes can be whole blocks, and whole heads if rows are permuted.
 
-        So can be chunks of ``chunk_size`` bytes, whose weights are not too many.
+        So can be chunks of ``chunk_size`` bytes, whose weights are not too many, and not too few for a head.
         """
         if size % self.kind.size or chunk_size % self.kind.size:
             return False
-        if self.keeps_scales and chunk_size // self.kind.size * self.kind.weights > MAX_CODED:
+        weights = chunk_size // self.kind.size * self.kind.weights
+        if self.keeps_scales and weights > MAX_CODED:
             return False
         if not self.head:
             return not self.columns
         head = self.head * self.columns
-        if self.head % 2 or not 0 < head <= MAX_HEAD:
+        if self.head % 2 or not 0 < head <= MAX_HEAD or (chunk_size and _HEADS * weights < head):
             return False
         return self.source_size(size) % (head * self.source_width) == 0
 

@@ -431,6 +431,19 @@ def test_codes_of_too_many_weights_in_a_chunk_are_refused() -> None:
         ColdBlobDecoder(PREFIXES[1] + encode_table(table))
 
 
+@pytest.mark.parametrize("keeps_scales", [False, True])
+def test_chunks_that_are_small_for_a_head_are_refused(keeps_scales: bool) -> None:
+    """Each would make a decoder read the whole head, however few blocks it has."""
+    rule = QuantRule("Q4_1", DType.F32, 1 << 21, 2, keeps_scales=keeps_scales)
+    blocks = (1 << 22) // 32
+    base = BlobId(Digest.of(b"zeros"), rule.source_size(blocks * 20))
+    for few in (1, blocks // 16 - 1):
+        part = Part(blocks * 20, 1, few * 20, base_begin=0, rule=rule)
+        table = Table(DIGEST, part.size, base, [part], [], has_blocks=True)
+        with pytest.raises(ColdDamaged, match="cannot be quantized from byte 0"):
+            ColdBlobDecoder(PREFIXES[1] + encode_table(table))
+
+
 @pytest.mark.parametrize("head", [0, 1024])
 @pytest.mark.parametrize("cast", [None, DType.F16, DType.BF16])
 def test_blocks_of_many_weights_take_memory_for_a_chunk(head: int, cast: DType | None) -> None:

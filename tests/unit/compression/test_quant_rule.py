@@ -119,6 +119,10 @@ def test_only_whole_blocks_and_heads_are_possible() -> None:
         (18 * (MAX_HEAD // 16), MAX_HEAD // 2, 4),
     ):
         assert not rule._replace(columns=columns, head=head).is_possible(size)
+    long = rule._replace(columns=1 << 11, head=1 << 11)
+    size = 18 << 17
+    assert long.is_possible(size, 18 << 13)
+    assert not long.is_possible(size, (18 << 13) - 18)
 
 
 def where_subnormal_numbers_are_flushed(work: Callable[[], bytes]) -> bytes:
