@@ -11,6 +11,7 @@ No client may stop the others, so each row says what happens when it is full, an
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Literal, NamedTuple
 
@@ -32,9 +33,8 @@ class Capacity(NamedTuple):
 CONNECTIONS: Final = Capacity(4096, "refused", "connections that are open")
 JOBS: Final = Capacity(1000, "refused", "jobs of a kind of work that are begun or wait")
 ANSWER: Final = Capacity(8, "queued", "answers that take their time")
-SEND: Final = Capacity(
-    8, "queued", "sends: reads of files, and pieces of frozen blobs that are decoded"
-)
+SEND: Final = Capacity(8, "queued", "sends: reads of files")
+DECODE: Final = Capacity(os.cpu_count() or 1, "queued", "decoding of pieces of frozen blobs")
 VERIFY: Final = Capacity(4, "queued", "verifications of blobs before they are sent")
 PREPARE: Final = Capacity(4, "queued", "preparations of models of the store")
 ARRIVALS: Final = Capacity(32, "refused", "arrivals: models that an upstream sends at once")

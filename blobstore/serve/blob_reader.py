@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from blobstore.store.verified_cache import VerifiedBlobs
 
 PIECE = 1 << 20
+_DECODED_PIECE = 2 << 20
+"""Bytes of a frozen blob that are decoded at a time; with fewer, the event loop's work for each counts."""
 _MARGIN_NS = 3 * 10**9
 """A file that changed within this time may change again without a new timestamp; see ``verified_cache``."""
 _SAVE_SECONDS = 10.0
@@ -198,7 +200,7 @@ class BlobReader:
         self._on_verified(size)
         return found
 
-    def cold_pieces(self, part: BlobPart) -> Iterator[bytes]:
+    def cold_pieces(self, part: BlobPart) -> Iterator[bytearray]:
         """Yield a range of a cold blob. Each piece is decoded, and checked, when it is asked for.
 
         Raises:
@@ -206,7 +208,7 @@ class BlobReader:
         """
         blob = self._store.open_cold(part.digest, part.size)
         end = part.begin + part.length
-        for chunks in blob.container.chunk_ranges(PIECE, part.size):
+        for chunks in blob.container.chunk_ranges(_DECODED_PIECE, part.size):
             first, last = max(chunks.begin, part.begin), min(chunks.end, end)
             if first < last:
                 yield _decoded(blob, first, last)  # held by nothing here while the caller sends it
@@ -237,10 +239,10 @@ class BlobReader:
             yield self._local.cache
 
 
-def _decoded(blob: ColdBlob, begin: int, end: int) -> bytes:
+def _decoded(blob: ColdBlob, begin: int, end: int) -> bytearray:
     piece = bytearray(end - begin)
     blob.read_into(begin, memoryview(piece))
-    return bytes(piece)
+    return piece
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

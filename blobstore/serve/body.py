@@ -56,12 +56,15 @@ class BodySender:
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
         self._reads = SharedWork(capacity.SEND)
+        # More threads than processors would only take turns with each other's caches and locks.
+        self._decodes = SharedWork(capacity.DECODE)
         self._verifications = SharedWork(capacity.VERIFY)
         self._pieces = _Pieces()
 
     def close(self) -> None:
         """Begin no more work on threads."""
         self._reads.close()
+        self._decodes.close()
         self._verifications.close()
 
     async def first(self, parts: Sequence[Part]) -> None:
@@ -101,7 +104,7 @@ class BodySender:
             try:
                 with self._verified_ahead(parts, number + 1):
                     if descriptor is None:
-                        await self._send_cold(cast("BlobPart", part), writer, transport, on_sent)
+                        await self._send_cold(cast("BlobPart", part), transport, on_sent)
                     else:
                         end = part.begin + part.length
                         await self._send_file(
@@ -200,19 +203,18 @@ class BodySender:
     async def _send_cold(
         self,
         part: BlobPart,
-        writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
         pieces = self._blobs.cold_pieces(part)
         while True:
             async with self._pieces.one(transport) as wrote:
-                piece = await self._reads.call(next, pieces, None)
+                piece = await self._decodes.call(next, pieces, None)
                 if piece is None:
                     return
                 wrote()
-                await writer.write(piece)
                 sent = len(piece)
+                await _send_bytes(transport, piece)
                 del piece  # before it is another's turn
             on_sent(sent)
 
@@ -222,23 +224,49 @@ async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, c
 
     The loop's own sendfile takes twice the time, because it pauses and resumes reading for each range.
     """
+    sent = 0
+
+    def send(client: int) -> int:
+        nonlocal sent
+        done = os.sendfile(client, descriptor, begin + sent, count - sent)
+        if not done:
+            raise ConnectionAbortedError("a blob ended early")
+        sent += done
+        return count - sent
+
+    try:
+        await _send(transport, send)
+    except OSError as error:
+        if sent or error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        return False
+    return True
+
+
+async def _send_bytes(transport: asyncio.Transport, data: bytearray) -> None:
+    """Send bytes. The transport would copy what the client does not take at once."""
+    left = memoryview(data)
+
+    def send(client: int) -> int:
+        nonlocal left
+        left = left[os.write(client, left) :]
+        return len(left)
+
+    await _send(transport, send)
+
+
+async def _send(transport: asyncio.Transport, send: Callable[[int], int]) -> None:
+    """Let ``send`` write to the socket of a connection until it returns that nothing is left."""
     client = transport.get_extra_info("socket").fileno()
-    is_first = True
-    while count:
+    while transport.get_write_buffer_size():  # the head of the response comes first
+        await _writable(client)
+    left = 1
+    while left:
         try:
-            sent = os.sendfile(client, descriptor, begin, count)
+            left = send(client)
         except BlockingIOError:
             await _writable(client)
-            continue
-        except OSError as error:
-            if is_first and error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-                return False
-            raise
-        if not sent:
-            raise ConnectionAbortedError("a blob ended early")
-        is_first, begin, count = False, begin + sent, count - sent
     await asyncio.sleep(0)  # others are next, however fast this client is
-    return True
 
 
 async def _writable(client: int) -> None:
