@@ -437,6 +437,29 @@ def test_one_module_asks_what_the_system_can_do() -> None:
     )
 
 
+def test_an_error_of_a_disk_is_not_read_as_absence() -> None:
+    """These functions say no for any error, or do from Python 3.14 on."""
+    looks = {"exists", "lexists", "isfile", "isdir", "islink", "is_file", "is_dir", "is_symlink"}
+    found = {
+        f"{path}: {ast.unparse(node.func)}"
+        for path in MODULES
+        if path.startswith(("blobstore/store/", "blobstore/serve/"))
+        for node in nodes(path)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in looks
+        and "_store.exists" not in ast.unparse(node.func)  # a store looks as is asked for here
+    }
+    assert found == {
+        "blobstore/store/manifests.py: os.path.lexists",  # for an advice, and outside of the store
+        "blobstore/store/manifests.py: path.is_symlink",  # to say why nothing is there
+        "blobstore/store/outside_gguf.py: Path(reference).is_file",  # outside of the store
+        "blobstore/store/reachability.py: entry.is_symlink",  # below: entries of a list of a folder
+        "blobstore/store/scan.py: entry.is_dir",
+        "blobstore/store/scan.py: os.path.islink",  # to say why nothing is there
+    }, "use status_of, is_there or FileVersion.of of blobstore.core.files"
+
+
 def test_a_home_folder_is_not_needed_to_expand_a_path() -> None:
     found = {
         path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.system import CANNOT_SYNC, copy_range, direct_flag, flush, will_read
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +28,31 @@ OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """With which files of strangers are opened: a pipe must not make a program wait."""
 _OWN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _ROOT_USER = 0
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def is_absence(error: OSError) -> bool:
+    """Return whether an error says that nothing has a name. One of a disk, or of permissions, does not."""
+    return error.errno in _ABSENT
+
+
+def status_of(path: Path | str, *, follow: bool = False) -> os.stat_result | None:
+    """Return the status of what is at ``path``; None if nothing is.
+
+    Raises:
+        StoreError: that cannot be known now.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - it may be a string
+    except OSError as error:
+        if is_absence(error):
+            return None
+        raise StoreError(f"cannot look at {quote(path)}: {error.strerror}") from error
+
+
+def is_there(path: Path | str) -> bool:
+    """Return whether something is at ``path``, also a broken link. Raises as :func:`status_of`."""
+    return status_of(path) is not None
 
 
 class FileState(NamedTuple):
@@ -49,12 +74,12 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path | str) -> Self | None:
-        """Return the state of the regular file at ``path``, not following links; None if there is none."""
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return None
-        return cls.of_status(status) if stat.S_ISREG(status.st_mode) else None
+        """Return the state of the regular file at ``path``, not following links; None if there is none.
+
+        Raises as :func:`status_of`.
+        """
+        status = status_of(path)
+        return cls.of_status(status) if status and stat.S_ISREG(status.st_mode) else None
 
 
 class FileVersion(NamedTuple):
@@ -77,13 +102,19 @@ class FileVersion(NamedTuple):
         """Return the version of the file with that status."""
         return cls(*FileState.of_status(status), status.st_ctime_ns)
 
+    @property
+    def state(self) -> FileState:
+        """The state of the same file, which others may have renamed or linked since."""
+        return FileState(*self[:-1])
+
     @classmethod
-    def of(cls, path: Path) -> Self | None:
-        """Return the version of what is at ``path``, following links; None if that cannot be known."""
-        try:
-            return cls.of_status(path.stat())
-        except OSError:
-            return None
+    def of(cls, path: Path | str) -> Self | None:
+        """Return the version of what is at ``path``, following links; None if nothing is.
+
+        Raises as :func:`status_of`.
+        """
+        status = status_of(path, follow=True)
+        return cls.of_status(status) if status else None
 
 
 def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:

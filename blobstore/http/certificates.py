@@ -19,7 +19,7 @@ import httpx2
 
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
-from blobstore.errors import RemoteError
+from blobstore.errors import RemoteError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,8 +46,14 @@ def tls_context(host: str) -> ssl.SSLContext:
             paths = sorted(folder.iterdir())
     variables = tuple(os.environ.get(name) for name in (*VARIABLES, "SSL_CERT_DIR"))
     named = [Path(value) for value in variables if value]
-    versions = tuple(FileVersion.of(path) for path in (*named, *paths))
+    versions = tuple(map(_version, (*named, *paths)))
     return _made(variables, tuple(paths), versions)
+
+
+def _version(path: Path) -> FileVersion | None:
+    with contextlib.suppress(StoreError):  # loading it says what is wrong
+        return FileVersion.of(path)
+    return None
 
 
 @functools.lru_cache(maxsize=16)

@@ -47,11 +47,7 @@ def cold_version(store: LocalStore) -> FileVersion | None:
 
 def is_current(store: LocalStore, part: StoredPart) -> bool:
     """Return whether a cold file is the one that was hashed."""
-    try:
-        status = os.stat(store.cold_path(part.digest))  # noqa: PTH116 - a string
-    except OSError:
-        return False
-    return FileVersion.of_status(status) == part.version
+    return FileVersion.of(store.cold_path(part.digest)) == part.version
 
 
 def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest) -> ColdFiles:

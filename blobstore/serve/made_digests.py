@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
+from blobstore.core.files import status_of
 from blobstore.store.notes import NoteKind, parsed, repository_key
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ class MadeDigests(NamedTuple):
 
 def signed_at(store: LocalStore, manifest: Digest) -> int:
     """Return when a model got its last signature; 0 if it has none."""
-    try:
-        return store.signature_folder(manifest).stat().st_mtime_ns
-    except OSError:
-        return 0
+    status = status_of(store.signature_folder(manifest), follow=True)
+    return status.st_mtime_ns if status else 0
 
 
 def number_of(digest: Digest) -> int:

@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion, make_folders, read_regular, write_file
-from blobstore.errors import BlobstoreError
+from blobstore.core.escape import quote
+from blobstore.core.files import (
+    FileVersion,
+    is_absence,
+    is_there,
+    make_folders,
+    read_regular,
+    status_of,
+    write_file,
+)
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
@@ -255,7 +264,7 @@ class PulledModels:
 
     def _write_public(self, repository: str, *, is_public: bool) -> None:
         path = self._path(repository)
-        if self._public.get(repository) != is_public or not path.exists():
+        if self._public.get(repository) != is_public or not is_there(path):
             value = {"repository": repository, "public": is_public}
             self._write(path, strict_json.dumps(value).encode())
             with self._lock:
@@ -331,7 +340,7 @@ class PulledModels:
             StoreError: the store cannot be written.
         """
         # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
-        is_noted = self._note(reference).exists()
+        is_noted = is_there(self._note(reference))
         # If this process is killed, the next one settles the name by this.
         self.giving(reference, commit)
         try:
@@ -359,17 +368,32 @@ class PulledModels:
         note.unlink(missing_ok=True)
 
     def has_given(self, reference: Reference) -> bool:
-        """Return whether a name has the file that a fetch gave it, even if that cannot be read any more."""
+        """Return whether a name has the file that a fetch gave it, even if its bytes are damaged.
+
+        Raises:
+            StoreError: that cannot be known now.
+        """
+        path, link = (
+            status_of(self._store.manifest_path(reference)),
+            status_of(self._link(reference)),
+        )
+        if path and link and os.path.samestat(path, link):
+            return True
+        if not is_there(self._note(reference)):
+            return False
         try:
-            link = self._link(reference).stat()
-            if os.path.samestat(self._store.manifest_path(reference).lstat(), link):
-                return True
-        except OSError:
-            pass
-        with contextlib.suppress(OSError, ValueError, BlobstoreError):
             noted = strict_json.loads(read_regular(self._note(reference), _MAX_RECORD))
             commit = source_of(self._store, self._store.resolve(reference))
             return commit is not None and noted == [str(reference), *commit]
+        except StoreError:
+            raise
+        except (ValueError, BlobstoreError):  # it is damaged
+            pass
+        except OSError as error:
+            if not is_absence(error):
+                raise StoreError(
+                    f"cannot read {quote(self._note(reference))}: {error.strerror}"
+                ) from error
         return False
 
     def _link(self, reference: Reference) -> Path:

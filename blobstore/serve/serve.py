@@ -185,7 +185,9 @@ class _TokenFile:
         return Access(self.tokens)
 
     def _look(self) -> None:
-        self._looked, version = time.monotonic(), FileVersion.of(self._path)
+        self._looked, version = time.monotonic(), None
+        with contextlib.suppress(BlobstoreError):  # reading it says what is wrong
+            version = FileVersion.of(self._path)
         if version is None or version != self._version:
             self.tokens, self._wrong = _read_tokens(self._path)
             self._version = version if self.tokens else None

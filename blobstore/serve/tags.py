@@ -19,12 +19,11 @@ import time
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion
-from blobstore.errors import BlobstoreError, InvalidReference
+from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, ModelNotFound
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -185,7 +184,7 @@ class Tags:
 
     def _known(self, path: str) -> _Folder | None:
         """Return the content of a folder, empty if it is absent; None if it has to be listed."""
-        version = FileVersion.of(Path(path))
+        version = FileVersion.of(path)
         if version is None:
             return _Folder()
         known = self._folders.get(path)
@@ -195,7 +194,7 @@ class Tags:
 
     def _list(self, path: str) -> _Folder:
         # Before the folder is listed: a change in between makes another version.
-        changes, version = self._changes, FileVersion.of(Path(path))
+        changes, version = self._changes, FileVersion.of(path)
         until = settled_until(version)
         folders: list[str] = []
         files: list[str] = []
@@ -224,7 +223,7 @@ class Tags:
     def tidy(self) -> None:
         """Forget tags that are gone, and note what was described. Call it from time to time, on a thread."""
         for path, manifests in list(self._manifests.items()):
-            if FileVersion.of(Path(path)) is None:
+            if FileVersion.of(path) is None:
                 self._manifests.pop(path, None)
                 self._folders.pop(path, None)
             elif manifests.folder is None:  # nobody has asked for it yet
@@ -280,7 +279,7 @@ class Tags:
     ) -> _Known | None:
         try:
             data = self._store.read_manifest(tag)
-        except BlobstoreError:
+        except (ModelNotFound, InvalidManifest):
             return None
         key = Digest.of(data)
         one = by_key.setdefault(key, _Known(key))

@@ -5,6 +5,7 @@ Files are selected from a tree, before anything is downloaded.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.file_kinds import HEAD, kind_of
+from blobstore.core.files import is_absence
 from blobstore.core.folder import Folder
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
@@ -119,7 +121,8 @@ class FileTree:
             return False
         try:
             return stat.S_ISDIR(self._folder.status(name).st_mode)
-        except OSError:
+        except OSError as error:
+            self._check_absent(name, error)
             return False
         except SourceError:
             return (self.root / name).is_dir()
@@ -135,7 +138,8 @@ class FileTree:
             return (self._listed or {}).get(name)
         try:
             status = self._folder.status(name)
-        except OSError:
+        except OSError as error:
+            self._check_absent(name, error)
             if (self.root / name).is_symlink():  # pruned caches have such links
                 raise DamagedSource(
                     f"{self.label(name)} is a broken link", advice=self._link_advice(name)
@@ -218,8 +222,16 @@ class FileTree:
         """Return whether no link leads from a name out of the folder."""
         try:
             return self._folder is None or bool(self._folder.status(name))
-        except (OSError, SourceError):
-            return False
+        except OSError as error:
+            self._check_absent(name, error)
+        except SourceError:
+            pass
+        return False
+
+    def _check_absent(self, name: str, error: OSError) -> None:
+        """Raise SourceError unless an error says that nothing is there: what is skipped would be lost."""
+        if not is_absence(error) and error.errno != errno.EXDEV:  # that is a name with ".."
+            raise SourceError(f"cannot read {self.label(name)}: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the folder."""

@@ -10,7 +10,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from blobstore.core.files import FileState, make_folders, sync_folder
+from blobstore.core.files import FileState, is_there, make_folders, sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.cold import LOOKS
 
@@ -46,10 +46,10 @@ def link_base(store: BlobReader, digest: Digest) -> bool:
     Returns and raises as :func:`pin`.
     """
     hot, second = store.blob_path(digest), store.base_path(digest)
-    if not os.path.lexists(hot):
-        return os.path.lexists(second)
+    if not is_there(hot):
+        return is_there(second)
     # After a repair the two names have different files, and the second one must follow.
-    if os.path.lexists(second) and os.path.samestat(os.lstat(hot), os.lstat(second)):
+    if is_there(second) and os.path.samestat(os.lstat(hot), os.lstat(second)):
         return True
     bases, temporary = store.folder("bases"), store.folder("temporary")
     make_folders(bases, store.root)
@@ -113,7 +113,7 @@ class WholeBases:
         # In the order in which readers open the files of a base, so the file that is judged is the
         # one that is read.
         for path in (store.blob_path(digest), store.cold_path(digest), store.base_path(digest)):
-            if os.path.lexists(path):
+            if is_there(path):
                 state = FileState.of(path)
                 return None if state is None else (path, state)
         return None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import read_exactly, write_all
+from blobstore.core.files import is_absence, read_exactly, write_all
 from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
 from blobstore.core.system import unnamed_file
@@ -95,12 +96,14 @@ class BlobReader:
             StoreError: it is something else, or a folder above it cannot be entered.
         """
         try:
-            is_other = self.root.exists() and not self.root.is_dir()
+            status = self.root.stat()
         except OSError as error:
+            if is_absence(error):
+                return
             raise StoreError(
                 f"cannot open the store {quote(self.root)}: {error.strerror}"
             ) from error
-        if is_other:
+        if not stat.S_ISDIR(status.st_mode):
             raise StoreError(f"the store {quote(self.root)} is not a folder")
 
     @contextlib.contextmanager

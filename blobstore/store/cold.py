@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState
+from blobstore.core.files import FileState, is_there
 from blobstore.core.fork import renew_lock_in_children
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
@@ -243,8 +243,15 @@ class ColdShelf:
         self._pinned = pinned
 
     def has(self, digest: Digest) -> bool:
-        """Return whether the blob has a cold file, whatever its content."""
-        return os.path.lexists(self._layout.cold_blob(digest))
+        """Return whether the blob has a cold file, whatever its content. Raises StoreError."""
+        try:
+            return is_there(self._layout.cold_blob(digest))
+        except StoreError as error:
+            if isinstance(
+                error.__cause__, PermissionError
+            ):  # another user's folder: hot blobs are for all
+                return False
+            raise
 
     def open(self, digest: Digest, size: int | None = None, read: Read | None = None) -> ColdBlob:
         """Open the cold file of a blob, which has ``size`` bytes when decoded, if that is given.

@@ -12,7 +12,7 @@ from functools import partial
 
 from blobstore.compression.file_view import FileView, Window
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular
+from blobstore.core.files import is_absence, open_regular
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.system import direct_flag
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
@@ -21,7 +21,6 @@ from blobstore.store.hot import not_a_file
 _START = mmap.PAGESIZE
 _END = 16 * mmap.PAGESIZE
 """Bytes at the end of a large file that are read first: most tables are smaller."""
-_GONE = {errno.ENOENT, errno.ENOTDIR}
 
 
 def buffer_size(size: int) -> int:
@@ -128,8 +127,8 @@ class ColdFile:
 
 
 def _error_of(path: str, error: OSError) -> BlobMissing | BlobDamaged | StoreError:
-    if error.errno in _GONE:
-        return BlobMissing(f"cold blob {quote(path)} is missing")
     if error.errno == errno.ELOOP:
         return not_a_file(f"cold blob {quote(path)}")
+    if is_absence(error):
+        return BlobMissing(f"cold blob {quote(path)} is missing")
     return StoreError(f"cold blob {quote(path)} cannot be read: {error.strerror}")

@@ -22,7 +22,7 @@ from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError, DamagedSource, StoreBusy
 from blobstore.store.locks import try_lock
 from blobstore.store.partial import FULL
-from blobstore.store.scan import scan_folder
+from blobstore.store.scan import is_folder, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -172,7 +172,7 @@ def _lock(store: LocalStore, folder: Path, source: str, progress: Progress | Non
 
 def _is_awaited(store: LocalStore, folder: Path) -> bool:
     """Return whether another process waits for the files of a folder."""
-    if not (folder / _WAITERS).is_dir():
+    if not is_folder(folder / _WAITERS):
         return False
     descriptor = _try(store, folder / _WAITERS, fcntl.LOCK_EX)
     if descriptor is not None:

@@ -7,7 +7,6 @@ their blobs are gone. Nothing but ``restore`` reads them, and all of them may be
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections import defaultdict
@@ -15,9 +14,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import cli_command
-from blobstore.core.files import make_folders, read_regular, write_file
-from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.core.escape import cli_command, quote
+from blobstore.core.files import is_absence, make_folders, read_regular, write_file
+from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.scan import list_names
@@ -152,11 +151,18 @@ class WholeHistory:
 
 
 def read_former(path: Path) -> Iterator[FormerManifest]:
-    """Yield the manifest in a file of the history, if it is one and can be read."""
-    with contextlib.suppress(OSError, BlobstoreError):  # removed since, or not a file of ours
-        if _NAME.fullmatch(path.name):
-            data = read_regular(path, MAX_MANIFEST_SIZE)
-            yield FormerManifest(int(path.name.partition("-")[0]) / _NANOSECONDS, data, path)
+    """Yield the manifest in a file of the history, if it is one and still there. Raises StoreError."""
+    if not _NAME.fullmatch(path.name):
+        return
+    try:
+        data = read_regular(path, MAX_MANIFEST_SIZE)
+    except BlobstoreError:  # it is not a file of ours
+        return
+    except OSError as error:
+        if not is_absence(error):  # it has blobs that gc must keep
+            raise StoreError(f"cannot read {quote(path)}: {error.strerror}") from error
+        return
+    yield FormerManifest(int(path.name.partition("-")[0]) / _NANOSECONDS, data, path)
 
 
 def _key(reference: Reference) -> str:

@@ -6,16 +6,16 @@ blobs by the same rule. Everything that says beforehand what a removal frees ask
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
+from blobstore.core.files import is_there, status_of
 from blobstore.store.references import References
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.manifests.reference import Reference
@@ -67,12 +67,8 @@ class Holdings:
         """Return the status of those files of a blob that exist; two names of one file count once."""
         store, digest = self._store, self.references.digest(number)
         hot = store.blob_path(digest)
-        paths = (hot if os.path.lexists(hot) else store.base_path(digest), store.cold_path(digest))
-        found = []
-        for path in paths:
-            with contextlib.suppress(OSError):
-                found.append(os.lstat(path))
-        return found
+        paths = (hot if is_there(hot) else store.base_path(digest), store.cold_path(digest))
+        return [status for status in map(status_of, paths) if status is not None]
 
 
 def _with_bases(blobs: Collection[int], bases: Mapping[int, int]) -> Collection[int]:

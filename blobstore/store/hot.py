@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
-from blobstore.core.files import read_exactly, read_past_cache
+from blobstore.core.files import is_absence, is_there, read_exactly, read_past_cache
 from blobstore.core.mmap import is_cached, mapped_file, too_many_maps
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.safetensors.file import read_header
@@ -48,7 +48,7 @@ class HotShelf:
         """Return whether the blob has a file, whatever its content."""
         interrupts.check()
         # A link counts as a file: opening it then reports damage, not a missing blob.
-        return os.path.lexists(self._path(digest))
+        return is_there(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that the blob exists and has ``size`` bytes."""
@@ -199,7 +199,7 @@ class HotShelf:
         path = self._path(digest)
         if error.errno == errno.ELOOP:
             return not_a_file(f"blob {quote(path)}")
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if is_absence(error):
             return BlobMissing(f"blob {quote(path)} is missing")
         # Linux reports too many maps as a lack of memory.
         if error.errno == errno.ENOMEM and (limited := too_many_maps(f"blob {quote(path)}")):

@@ -12,6 +12,7 @@ from blobstore.core import pictures
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import (
+    is_there,
     make_folders,
     read_regular,
     write_file,
@@ -31,6 +32,7 @@ from blobstore.store.notes import pack, unpack
 from blobstore.store.partial import bytes_done, remove_partial
 from blobstore.store.references import References
 from blobstore.store.remote_cache import RemoteCache
+from blobstore.store.scan import is_folder
 from blobstore.store.signatures import Signatures
 from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -179,7 +181,7 @@ class LocalStore(ManifestReader):
         with self.writing():
             for name in ("blobs", "manifests", "temporary"):
                 make_folders(self.folder(name), self.root)
-            if not self._layout.headers.is_dir():  # readers write caches, but create no folder
+            if not is_folder(self._layout.headers):  # readers write caches, but create no folder
                 make_folders(self._layout.headers, self.root)
             with (
                 self._locks.lease(is_import=True) as lease,
@@ -219,7 +221,7 @@ class LocalStore(ManifestReader):
     def free_space(self) -> int:
         """Return the bytes that are free for the store, which need not exist yet."""
         folder = self.folder("temporary")
-        return shutil.disk_usage(next(it for it in (folder, *folder.parents) if it.exists())).free
+        return shutil.disk_usage(next(it for it in (folder, *folder.parents) if is_there(it))).free
 
     def no_space(self, needed: int) -> StoreError:
         """Return the error for a store that has no space for so many bytes."""

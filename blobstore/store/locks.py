@@ -29,6 +29,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import give_to_owner, make_folders, read_exactly
 from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
+from blobstore.store.scan import is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -124,7 +125,7 @@ class Locks:
             os.close(descriptor)
 
     def _make(self, folder: Path) -> None:
-        if not folder.is_dir():
+        if not is_folder(folder):
             make_folders(folder, self._layout.root)
 
     def _wait(self, descriptor: int, kind: int, importer: Lease | None) -> None:

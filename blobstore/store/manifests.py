@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.escape import cli_command, quote
-from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.files import FileVersion, is_there, read_regular
 from blobstore.errors import (
     BlobstoreError,
     InvalidManifest,
@@ -45,7 +45,7 @@ class ManifestReader(BlobReader):
         return self._layout.reference(path)
 
     def manifest_version(self, reference: str | Reference) -> FileVersion | None:
-        """Return the version of a manifest's file; None if it is missing or cannot be read.
+        """Return the version of a manifest's file; None if it is missing. Raises StoreError.
 
         A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
         """
@@ -140,7 +140,7 @@ class ManifestReader(BlobReader):
         )
 
     def _similar_names(self, reference: Reference) -> str:
-        if not self.root.exists():
+        if not is_there(self.root):
             return f"there is no store there; {NO_STORE}"
         try:
             similar = similar_names(reference, self.references())
@@ -161,7 +161,7 @@ class ManifestReader(BlobReader):
 
     def is_gone(self, reference: Reference) -> bool:
         """Return whether a name was given and not removed by this program, but has no manifest; see :mod:`blobstore.store.published`."""
-        there = os.path.lexists(self._layout.published.joinpath(*reference.parts))
+        there = is_there(self._layout.published.joinpath(*reference.parts))
         return there and not self.has_model(reference)
 
     def references(
@@ -221,4 +221,4 @@ class ManifestReader(BlobReader):
         Raises:
             InvalidReference: it is malformed.
         """
-        return os.path.lexists(self.manifest_path(reference))
+        return is_there(self.manifest_path(reference))

@@ -20,6 +20,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import give_to_owner, make_folders, read_exactly
 from blobstore.errors import StoreError
 from blobstore.store.locks import NOT_INHERITED, try_lock
+from blobstore.store.scan import is_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ class PartialLock:
             StoreError: the file system has no locks.
         """
         path, root = lock_path(folder, digest), folder.parent.parent
-        if not folder.is_dir():
+        if not is_folder(folder):
             make_folders(folder, root)
         foreign = 0
         while True:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
-from blobstore.core.files import make_folders, read_regular, sync_folder, write_file
+from blobstore.core.files import (
+    is_there,
+    make_folders,
+    read_regular,
+    sync_folder,
+    write_file,
+)
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.scan import each_name, walk_files
@@ -55,7 +61,7 @@ class Published:
         """Link the manifest of a name, unless its link has that manifest, or the store cannot be written."""
         manifest, link = self._store.manifest_path(reference), self.path(reference)
         with contextlib.suppress(OSError, BlobstoreError):
-            if os.path.lexists(link):
+            if is_there(link):
                 if self._is_of(link, manifest):
                     return
                 link.unlink()  # another program has replaced the manifest since
@@ -145,7 +151,7 @@ class Published:
     def gone(self) -> Iterator[Reference]:
         """Yield the names that have a link and no manifest: those that may come back. Raises StoreError."""
         for _, path in self._links():
-            reference = None if os.path.lexists(path) else self._store.reference_of(Path(path))
+            reference = None if is_there(path) else self._store.reference_of(Path(path))
             if reference is not None:
                 yield reference
 
@@ -191,7 +197,7 @@ class Published:
         )
 
     def _is_there(self, digest: Digest) -> bool:
-        return os.path.lexists(self._store.blob_path(digest)) or self._store.has_cold(digest)
+        return is_there(self._store.blob_path(digest)) or self._store.has_cold(digest)
 
     def update(self, *, forget_lost: bool) -> None:
         """Bring links up to date with what other programs did: with names that they have replaced or removed.

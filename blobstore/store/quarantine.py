@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import make_folders, sync_folder, write_file
+from blobstore.core.files import is_there, make_folders, sync_folder, write_file
 from blobstore.store.bases import link_base, states, which_are_whole
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:
         OSError: the system refused an operation; the blob is either unchanged or replaced.
     """
     blob = store.blob_path(digest)
-    quarantined = _quarantine(store, blob, digest) if os.path.lexists(blob) else None
+    quarantined = _quarantine(store, blob, digest) if is_there(blob) else None
     ready.replace(blob)
     sync_folder(store.folder("blobs"))
-    if os.path.lexists(store.base_path(digest)):  # it still links to the damaged file
+    if is_there(store.base_path(digest)):  # it still links to the damaged file
         link_base(store, digest)
     return quarantined
 
@@ -90,7 +90,7 @@ def quarantine_cold(store: BlobReader, digest: Digest) -> Path | None:
     # is not needed.
     link_base(store, digest)
     # Without hard links, the file was moved to quarantine instead of being linked there.
-    if os.path.lexists(cold):
+    if is_there(cold):
         os.unlink(cold)  # noqa: PTH108 - a blob's path is a string
     sync_folder(store.folder("cold"))
     return quarantined
@@ -131,7 +131,7 @@ def _quarantine(store: BlobReader, damaged: str, digest: Digest) -> Path:
 def _free_path(folder: Path, digest: Digest) -> Path:
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     path, number = folder / f"{digest.file_name}.{moment}", 1
-    while os.path.lexists(path):
+    while is_there(path):
         number += 1
         path = folder / f"{digest.file_name}.{moment}-{number}"
     return path

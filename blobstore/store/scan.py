@@ -6,7 +6,6 @@ symbolic link to a folder: it may point to a disk that is not mounted.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.files import status_of
 from blobstore.errors import StoreError
 
 if TYPE_CHECKING:
@@ -87,18 +87,14 @@ def each_file(folder: str | Path) -> Iterator[os.DirEntry[str]]:
         _check_absent(folder, error)
 
 
-def is_folder(path: str) -> bool:
+def is_folder(path: str | Path) -> bool:
     """Return whether a path is a folder or a symbolic link to one.
 
     Raises:
         StoreError: it cannot be reached.
     """
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116 - there are thousands of strings
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return False
-        raise StoreError(f"cannot list {quote(path)}: {error.strerror}") from error
+    status = status_of(path, follow=True)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def digest_of(name: str) -> Digest | None:

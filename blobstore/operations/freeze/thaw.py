@@ -17,7 +17,7 @@ from blobstore.cold_blobs.batches import TemporaryFiles, run_in_batches
 from blobstore.core import interrupts
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, sync_folder, write_all
+from blobstore.core.files import FileState, is_there, sync_folder, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
@@ -172,7 +172,7 @@ def _is_intact(store: LocalStore, blob: Descriptor, report: Report) -> bool:
     finally:
         os.close(descriptor)
     # A program that takes no lock may have removed the name since; the synced file is then lost.
-    return os.path.lexists(store.blob_path(blob.digest))
+    return is_there(store.blob_path(blob.digest))
 
 
 def _commit(
@@ -186,7 +186,7 @@ def _commit(
             # Replace only the file that was found damaged: another process may have put an intact
             # one there.
             if item.path is not None and FileState.of(hot) == item.replaced:
-                if os.path.lexists(hot):
+                if is_there(hot):
                     put_in_place(store, item.blob.digest, item.path)
                 else:
                     item.path.replace(hot)
@@ -201,7 +201,7 @@ def _commit(
             for item in placed:
                 digest, cold = item.blob.digest, store.cold_path(item.blob.digest)
                 # Programs that take no lock may have removed the hot file since.
-                if FileState.of(store.blob_path(digest)) != item.state or not os.path.lexists(cold):
+                if FileState.of(store.blob_path(digest)) != item.state or not is_there(cold):
                     continue
                 # The base of other blobs must get its second link, or it stays cold too.
                 if digest not in bases or link_base(store, digest):

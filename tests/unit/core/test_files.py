@@ -15,18 +15,22 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.files import (
+    FileState,
+    FileVersion,
+    is_there,
     make_folders,
     open_regular,
     read_ahead,
     read_exactly,
     read_regular,
     replacing,
+    status_of,
     without_start,
     write_all,
     write_file,
 )
 from blobstore.core.mmap import is_cached
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from tests.support import sandbox
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.page_cache import dropped
@@ -337,3 +341,26 @@ def test_a_file_whose_status_cannot_be_read_is_closed(
         with pytest.raises(OSError, match="Input/output error"):
             open_regular(path)
     assert open_files(path) == before
+
+
+def test_only_an_error_about_a_name_means_that_nothing_has_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("none", "file/in-a-file", "loop/in-a-loop"):
+        assert status_of(tmp_path / name) is None
+    assert status_of(tmp_path / "loop", follow=True) is None
+    assert is_there(tmp_path / "loop")
+    for look in (status_of, is_there, FileState.of, FileVersion.of):
+        with pytest.raises(StoreError, match="cannot look at .*: File name too long"):
+            look(tmp_path / ("a" * 300))
+
+
+def test_a_file_keeps_its_state_when_it_is_linked(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    before = FileVersion.of(path)
+    os.link(path, tmp_path / "link")
+    after = FileVersion.of(path)
+    assert before is not None
+    assert after is not None
+    assert before.state == after.state == FileState.of(path)

@@ -253,7 +253,7 @@ def test_a_tag_that_is_added_while_its_repository_is_listed_is_there_at_once(
 
     # As if the clock of the file system had not moved.
     version = FileVersion(1, 1, 1, 1, 1)
-    monkeypatch.setattr(FileVersion, "of", lambda path: version if path.exists() else None)
+    monkeypatch.setattr(FileVersion, "of", lambda path: version if Path(path).exists() else None)
     monkeypatch.setattr("blobstore.serve.tags.scan_folder", overtaken)
     assert prepared(lambda: tags.of(REPOSITORY)) == (REPOSITORY, other)
 

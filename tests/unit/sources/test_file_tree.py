@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 
+from blobstore.core.folder import Folder
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.file_tree import FileTree
 
@@ -99,3 +102,20 @@ def test_a_file_that_is_swapped_for_a_link_is_not_opened(tmp_path: Path) -> None
     tree.close()
     with pytest.raises(OSError, match="descriptor"):
         tree.entries("m")
+
+
+def test_no_file_is_left_out_because_it_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("content")
+    tree = FileTree(tmp_path)
+    assert list(tree.files_below()) == ["folder/x"]
+
+    def fails(*_: object) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Folder, "status", fails)
+    for look in (tree.is_folder, tree.size, tree._is_inside):
+        with pytest.raises(SourceError, match="cannot read .*folder.*: Input/output error"):
+            look("folder")
