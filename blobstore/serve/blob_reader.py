@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, open_regular
+from blobstore.core.files import FileState, FileVersion, open_regular
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged
 from blobstore.serve.messages import StoredPart
 from blobstore.store.blobs import ADVICE
@@ -40,7 +40,7 @@ _MAX_KNOWN = 1 << 16
 
 
 class OpenBlob(NamedTuple):
-    """A blob that is ready to be sent. The caller closes the descriptor."""
+    """A blob that is ready to be sent. The caller closes it."""
 
     descriptor: int | None
     """Of its hot file; None if it is cold."""
@@ -48,6 +48,18 @@ class OpenBlob(NamedTuple):
     """Differs if one of the files with its bytes has changed."""
     is_verified: bool
     """Whether its bytes are known to be right."""
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+    def check_same(self) -> None:
+        """Check that nothing has written to the file since it was opened. Raises BlobDamaged."""
+        if self.descriptor is None or not isinstance(self.state, FileVersion):
+            return
+        if FileState.of_status(os.fstat(self.descriptor)) != self.state.state:
+            raise BlobDamaged("a blob was written to while it was sent", advice=ADVICE)
 
 
 class BlobReader:
@@ -88,8 +100,8 @@ class BlobReader:
         """Return whether a blob was found intact. Its file may have changed since."""
         return part.digest.hex in self._intact
 
-    def open_stored(self, part: StoredPart) -> int:
-        """Open the file of a cold blob, which was hashed when it was listed, and return its descriptor.
+    def open_stored(self, part: StoredPart) -> OpenBlob:
+        """Open the file of a cold blob, which was hashed when it was listed.
 
         Raises:
             BlobMissing: it is another file by now, or cannot be read.
@@ -101,7 +113,7 @@ class BlobReader:
         if FileVersion.of_status(os.fstat(descriptor)) != part.version:
             os.close(descriptor)
             raise BlobMissing(f"cold blob {part.digest} was replaced")
-        return descriptor
+        return OpenBlob(descriptor, part.version, is_verified=True)
 
     def verify(self, digest: Digest, size: int) -> object:
         """Hash a blob, unless that was done before. Return the state in which it is intact.
@@ -118,11 +130,11 @@ class BlobReader:
         Raises as :meth:`verify`.
         """
         if isinstance(part, StoredPart):  # its digest is that of another form
-            descriptor = self.open_stored(part)
+            blob = self.open_stored(part)
             try:
-                self._digest(self._store.cold_path(part.digest), descriptor, part.size)
+                self._digest(self._store.cold_path(part.digest), blob.descriptor or 0, part.size)
             finally:
-                os.close(descriptor)
+                blob.close()
             return
         self._intact.pop(part.digest.hex, None)
         with self._cache() as cache:

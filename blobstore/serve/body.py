@@ -10,12 +10,13 @@ import contextlib
 import errno
 import math
 import os
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from blobstore.core import capacity
 from blobstore.core.system import is_in_page_cache
 from blobstore.errors import BlobstoreError, StoreError
-from blobstore.serve.blob_reader import read_ahead
+from blobstore.serve.blob_reader import OpenBlob, read_ahead
 from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.store.cold import LOOKS
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Protocol
 
-    from blobstore.serve.blob_reader import BlobReader, OpenBlob
+    from blobstore.serve.blob_reader import BlobReader
     from blobstore.serve.messages import Part
 
     class Writer(Protocol):
@@ -71,9 +72,7 @@ class BodySender:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
         for part in parts[:2]:  # a header may come before it
             if isinstance(part, BlobPart | StoredPart):
-                descriptor = await self._open(part)
-                if descriptor is not None:
-                    os.close(descriptor)
+                (await self._open(part)).close()
                 return
 
     async def send(
@@ -100,16 +99,18 @@ class BodySender:
             if isinstance(part, FilePart):
                 await self._send_arriving(part, writer, transport, on_sent)
                 continue
-            descriptor = await self._open(part)
+            blob = await self._open(part)
             try:
                 with self._verified_ahead(parts, number + 1):
-                    if descriptor is None:
+                    if blob.descriptor is None:
                         await self._send_cold(cast("BlobPart", part), transport, on_sent)
                     else:
-                        end = part.begin + part.length
-                        await self._send_file(
-                            descriptor, part.begin, end, writer, transport, on_sent
-                        )
+                        stops = [part.begin, part.begin + part.length]
+                        if number + 1 == len(parts) and part.length >= _SMALL:
+                            # The last byte waits until all before it are known to be right.
+                            stops.insert(1, stops[1] - 1)
+                        for begin, end in pairwise(stops):
+                            await self._send_file(blob, begin, end, writer, transport, on_sent)
             except (BlobstoreError, OSError) as error:
                 is_of_client = isinstance(error, ConnectionError | TimeoutError)
                 if not is_of_client and not transport.is_closing():
@@ -117,26 +118,25 @@ class BodySender:
                     await self._verifications.result(key, self._blobs.verify_again, part)
                 raise
             finally:
-                if descriptor is not None:
-                    os.close(descriptor)
+                blob.close()
 
-    async def _open(self, part: BlobPart | StoredPart) -> int | None:
-        """Open a file whose bytes are right, and return its descriptor; None if they have to be decoded."""
+    async def _open(self, part: BlobPart | StoredPart) -> OpenBlob:
+        """Open a blob whose bytes are right."""
         if isinstance(part, StoredPart):
             return self._blobs.open_stored(part)
         for _ in range(LOOKS):
             blob = self._blobs.open(part)
             if blob.is_verified:
-                return blob.descriptor
+                return blob
             try:
                 with self._verification(part) as running:
                     state = await asyncio.shield(running)
             except BaseException:
-                _close(blob)
+                blob.close()
                 raise
             if state == blob.state:
-                return blob.descriptor
-            _close(blob)  # it was frozen, thawed or replaced in the meantime
+                return blob
+            blob.close()  # it was frozen, thawed or replaced in the meantime
         raise StoreError(f"blob {part.digest} changes again and again")
 
     def _verification(self, part: BlobPart) -> AbstractContextManager[asyncio.Future[object]]:
@@ -172,30 +172,35 @@ class BodySender:
                 changed.clear()
                 ready = min(begin + part.file.readable(begin), end)
                 if ready > begin:
-                    descriptor = part.file.descriptor
-                    await self._send_file(descriptor, begin, ready, writer, transport, on_sent)
+                    arriving = OpenBlob(part.file.descriptor, None, is_verified=False)
+                    await self._send_file(arriving, begin, ready, writer, transport, on_sent)
                     begin = ready
                     continue
                 await changed.wait()
 
     async def _send_file(
         self,
-        descriptor: int,
+        blob: OpenBlob,
         first: int,
         end: int,
         writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
+        """Send a range of a file. Raises BlobDamaged before its last bytes if somebody writes to it."""
+        descriptor = cast("int", blob.descriptor)
         for begin in range(first, end, WINDOW):
             count = min(WINDOW, end - begin)
             if not is_in_page_cache(descriptor, begin, count):
                 # If the client leaves, this descriptor is closed, and the thread may read another file, for nobody.
                 await self._reads.call(read_ahead, descriptor, begin, count)
-            if count < _SMALL or not await _sendfile(transport, descriptor, begin, count):
+            if count >= _SMALL and await _sendfile(transport, descriptor, begin, count):
+                blob.check_same()
+            else:
                 data = os.pread(descriptor, count, begin)
                 if len(data) != count:  # the file has become shorter
                     raise ConnectionAbortedError("a blob ended early")
+                blob.check_same()
                 await writer.write(data)
                 await asyncio.sleep(0)  # see _sendfile: a file may have thousands of such ranges
             on_sent(count)
@@ -319,8 +324,3 @@ class _Pieces:
         finally:
             self._sending.pop(transport, None)
             self._free.release()
-
-
-def _close(blob: OpenBlob) -> None:
-    if blob.descriptor is not None:
-        os.close(blob.descriptor)

@@ -163,7 +163,7 @@ def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
     version = FileVersion.of(path)
     assert version is not None
     stored = StoredPart(part.digest, version.size, 0, version.size, version)
-    os.close(reader.open_stored(stored))
+    reader.open_stored(stored).close()
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
     other.replace(path)

@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,8 @@ from blobstore.errors import BlobDamaged
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve import blob_reader
-from blobstore.serve.blob_reader import BlobReader
-from blobstore.serve.body import WRITTEN, BodySender
+from blobstore.serve.blob_reader import BlobReader, OpenBlob
+from blobstore.serve.body import WINDOW, WRITTEN, BodySender
 from blobstore.serve.messages import BlobPart
 from blobstore.store.local import LocalStore
 from tests.support.descriptors import open_files
@@ -43,6 +43,17 @@ def frozen(store: LocalStore, folder: Path, values: int) -> bytes:
     create(source, "model", store=store)
     freeze_models(["model"], store=store)
     return (source / "model.safetensors").read_bytes()
+
+
+class Draining:
+    """Writes to a connection, and waits until the other end has taken it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+
+    async def write(self, data: bytes | memoryview) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
 
 
 def received(client: socket.socket) -> bytes:
@@ -83,18 +94,18 @@ def test_a_blob_that_is_repaired_while_it_is_checked_is_sent_as_it_is_then(
                 right.replace(path)
             return super().verify(digest, size)
 
-    async def opened() -> int | None:
+    async def opened() -> OpenBlob:
         sender = BodySender(Repairing(store, lambda _: None))
-        descriptor = await sender._open(BlobPart(Digest.of(b"x" * 1000), 1000, 0, 1000))
+        blob = await sender._open(BlobPart(Digest.of(b"x" * 1000), 1000, 0, 1000))
         sender.close()
-        return descriptor
+        return blob
 
-    descriptor = asyncio.run(opened())
-    assert descriptor is not None
+    blob = asyncio.run(opened())
+    assert blob.descriptor is not None
     try:
-        assert os.pread(descriptor, 2000, 0) == b"x" * 1000
+        assert os.pread(blob.descriptor, 2000, 0) == b"x" * 1000
     finally:
-        os.close(descriptor)
+        blob.close()
     assert not open_files(path.parent), "that of the damaged file is closed, too"
 
 
@@ -135,16 +146,11 @@ def test_a_range_of_a_file_is_sent_as_it_is(
         _, writer = await asyncio.open_connection(sock=ours)
         reader, other = await asyncio.open_connection(sock=theirs)
 
-        class Draining:
-            async def write(self, data: bytes | memoryview) -> None:
-                writer.write(data)
-                await writer.drain()
-
         sender, sent = BodySender(BlobReader(store, lambda _: None)), list[int]()
         receiving = asyncio.create_task(reader.read())
         part = BlobPart(digest, size, 10, size - 20)
         transport: Any = writer.transport
-        await sender.send([part], Draining(), transport, sent.append)
+        await sender.send([part], Draining(writer), transport, sent.append)
         writer.close()
         received = await receiving
         other.close()
@@ -199,6 +205,80 @@ def test_a_blob_that_cannot_be_sent_is_read_again(
     os.close(cast("int", blob.descriptor))
     assert blob.is_verified == (error is OSError)
     assert not open_files(path.parent)
+
+
+@pytest.mark.parametrize("can_sendfile", [True, False])
+@pytest.mark.parametrize("size", [1000, 100_000, WINDOW + 100_000])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_no_blob_that_is_written_to_while_it_is_sent_is_sent_to_its_end(
+    store: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    is_last: bool,
+    can_sendfile: bool,
+) -> None:
+    """Another program writes to it after it was found intact, and before its last bytes are read."""
+    monkeypatch.setattr(blob_reader, "_MARGIN_NS", 0)  # it is not verified again
+    data = os.urandom(size)
+    part = BlobPart(Digest.of(data), size, 0, size)
+    path = Path(store.blob_path(part.digest))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    os.utime(path, (1, 1))
+    reader = BlobReader(store, lambda _: None)
+    reader.verify(part.digest, part.size)
+    actual = {name: getattr(os, name) for name in ("sendfile", "pread")}
+
+    def writing(name: str) -> Callable[..., object]:
+        def act(*arguments: int) -> object:
+            with path.open("r+b") as file:
+                file.seek(size - 1)
+                file.write(bytes([data[-1] ^ 1]))
+            if name == "sendfile" and not can_sendfile:
+                raise OSError(errno.EINVAL, "this file system cannot")
+            return actual[name](*arguments)
+
+        return act
+
+    async def run() -> bytes:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        other, end = await asyncio.open_connection(sock=theirs)
+        receiving = asyncio.create_task(other.read())
+        sender = BodySender(reader)
+        with monkeypatch.context() as patch:
+            for name in actual:
+                patch.setattr(os, name, writing(name))
+            with pytest.raises(BlobDamaged):
+                await sender.send(
+                    [part] if is_last else [part, b"end"],
+                    Draining(writer),
+                    cast("Any", writer.transport),
+                    lambda _: None,
+                )
+        writer.close()
+        received = await receiving
+        end.close()
+        sender.close()
+        return received
+
+    received = asyncio.run(run())
+    assert len(received) < size + (0 if is_last else 3)
+    assert b"end" not in received[size:]
+
+
+def test_a_blob_that_is_linked_or_loses_its_name_while_it_is_sent_is_the_same(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = os.urandom(1000)
+    path = Path(store.blob_path(Digest.of(data)))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    blob = BlobReader(store, lambda _: None).open(BlobPart(Digest.of(data), 1000, 0, 1000))
+    os.link(path, tmp_path / "link")
+    path.unlink()
+    blob.check_same()
+    blob.close()
 
 
 def test_others_are_served_between_the_small_ranges_of_a_file(
