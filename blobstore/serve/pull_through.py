@@ -33,6 +33,7 @@ from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
+from blobstore.serve.hub_calls import tag_of
 from blobstore.serve.log import write_line
 from blobstore.serve.messages import PEER
 from blobstore.serve.model_fetches import ModelFetches
@@ -186,7 +187,7 @@ class PullThrough:
             asked = self._fetched(repository, asked, target.segments[-1])
         if visible is None:
             visible = (
-                self._repository(repository, token)
+                self._repository(request, repository, token, target)
                 if asked is None
                 else self._revision(asked, token, request.damaged, needs_all=is_tag)
             )
@@ -344,7 +345,7 @@ class PullThrough:
             right = self._judged(copied, token, self._ask)[1] if copied else None
             return Visible.of(self._library, right.opens) if right else everyone
         if asked is None:
-            is_settled = True
+            is_settled = everyone.has(repository)
         else:
             held = asked.held(everyone)
             # Peers do not decide what the store has: each would give its version to the others.
@@ -353,15 +354,37 @@ class PullThrough:
             )
         return everyone if is_settled else None
 
-    def _repository(self, repository: Reference, token: str) -> Visible:
+    def _repository(
+        self, request: Request, repository: Reference, token: str, target: Target
+    ) -> Visible:
         """Return the models that a client may read in a repository without a version. Raises as :meth:`visible`.
+
+        What is asked of a repository as a whole is asked of its ``main``, which is fetched if it is not here. So is what
+        is asked by a digest if nothing of the repository is here. Otherwise a cache would answer that what it has not
+        fetched yet is absent.
+        """
+        visible = self._readable(repository, token)
+        is_digest = target.is_of_registry and target.segments[-2] != "tags"
+        if is_digest and visible.has(repository):
+            return visible
+        main = self._asked(repository, MAIN)
+        if main is not None and not self._library.is_own(main.reference):
+            try:
+                visible = self._version(main, token, request.damaged, needs_all=is_digest)
+            except Refusal:
+                if not visible.has(repository):  # otherwise it is about what is here
+                    raise
+        return replace(visible, _fetch=None)
+
+    def _readable(self, repository: Reference, token: str) -> Visible:
+        """Return the models that a client may read of those that are here of a repository. Raises as :meth:`visible`.
 
         The upstream is asked about absent repositories, too, so that the answers do not differ.
         """
         name, client = name_of(repository), client_of(token)
         recorded = self._library.pulled.of_repository(name)
         revision = next((one.commit for one in recorded if not one.peer), MAIN)
-        asked = Asked(Reference(*repository.parts[:3], revision), name, revision)
+        asked = Asked(Reference(*repository.parts[:3], tag_of(revision)), name, revision)
         if (right := self._right(asked, client)) is not None:
             return Visible.of(self._library, right.opens)
         try:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
 import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from blobstore.core import capacity
+from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.serve import other_files
+from blobstore.serve import hub, other_files, registry
 from blobstore.serve.access import Access
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
@@ -70,11 +76,109 @@ def contexts() -> int:
     return sum(issubclass(type(one), ssl.SSLContext) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("what", ["blobs", "manifests", "referrers"])
-def test_a_question_about_no_version_fetches_none(through: PullThrough, what: str) -> None:
-    assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") == 401
+HUB_ROUTES = {
+    (True, ""): "/api/models/org/model",
+    (True, "revision"): "/api/models/org/model/revision/main",
+    (True, "tree"): "/api/models/org/model/tree/main",
+    (True, "paths-info"): "/api/models/org/model/paths-info/main",
+    (True, "commits"): "/api/models/org/model/commits/main",
+    (True, "refs"): "/api/models/org/model/refs",
+    (True, "auth-check"): "/api/models/org/model/auth-check",
+    (False, "resolve"): "/org/model/resolve/main/config.json",
+    (False, "raw"): "/org/model/raw/main/config.json",
+}
+REGISTRY_ROUTES = {
+    "manifests": ("/v2/org/model/manifests/latest", "/v2/org/model/manifests/DIGEST"),
+    "blobs": ("/v2/org/model/blobs/DIGEST",),
+    "tags": ("/v2/org/model/tags/list",),
+    "referrers": ("/v2/org/model/referrers/DIGEST",),
+}
+ROUTES = [*HUB_ROUTES.values(), *chain.from_iterable(REGISTRY_ROUTES.values())]
+
+
+def test_the_routes_of_these_tests_are_all_that_name_a_repository() -> None:
+    assert HUB_ROUTES.keys() == {*hub.ROUTES._words, (True, "")}
+    assert sorted(REGISTRY_ROUTES) == sorted(registry._ACTIONS)
+
+
+def asked(through: PullThrough, route: str, digests: Mapping[str, str] = {}) -> tuple[int, object]:
+    """Return the status, and what the answer says besides times."""
+    what = route.split("/")[-2]
+    request = Request("GET", route.replace("DIGEST", digests.get(what, f"sha256:{'0' * 64}")))
+    if what == "paths-info":
+        kind = {"content-type": "application/x-www-form-urlencoded"}
+        request = replace(request, method="POST", headers=kind, body=b"paths=config.json")
+    found = prepared(lambda: answer(request, through._library, Access(), pull_through=through))
+    is_dated = what in ("models", "org", "revision", "commits")
+    return found.status, () if is_dated else [one for one in found.parts if isinstance(one, bytes)]
+
+
+@contextlib.contextmanager
+def cache(folder: Path, url: str) -> Iterator[PullThrough]:
+    """Give a block a cache with the store in a folder."""
+    through = PullThrough(Library(LocalStore(folder)), Upstream.parse(url), fresh=300)
+    with contextlib.closing(through):
+        yield through
+        for fetch in list(through._fetches.running.values()):
+            assert fetch.ended.wait(60)
+
+
+def test_each_route_answers_before_a_model_is_fetched_as_it_does_afterwards(
+    tmp_path: Path,
+) -> None:
+    with HubServer() as server:
+        server.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        warm, away, url = {}, tmp_path / "warm", server.url
+        with cache(away, url) as through:
+            head = answer_of(through, "/v2/org/model/manifests/latest").headers
+            digest = head["Docker-Content-Digest"]
+            (found,) = through._library.prepared_artifacts(Reference.parse("org/model"))
+            digests = dict.fromkeys(("manifests", "referrers"), digest)
+            digests["blobs"] = str(next(iter(found.blobs)))
+            for route in ROUTES:
+                warm[route] = asked(through, route, digests)
+                assert warm[route][0] == 200
+        for number, route in enumerate(ROUTES):
+            with cache(tmp_path / f"cold{number}", url) as through:
+                assert asked(through, route, digests) == warm[route], route
+    with cache(away, url) as through:
+        for route in ROUTES:
+            assert asked(through, route, digests) == warm[route], route
+    with cache(tmp_path / "empty", url) as through:
+        for route in ROUTES:
+            assert asked(through, route)[0] == 502, "an upstream that is away says nothing"
+
+
+def test_each_route_answers_alike_for_models_that_the_upstream_lacks(through: PullThrough) -> None:
+    answers = {asked(through, route.replace("org/model", "org/none"))[0] for route in ROUTES}
+    assert answers == {401}
     assert not through._fetches.running
-    assert not list(through._store.references())
+
+
+@pytest.mark.parametrize("what", ["blobs", "manifests", "referrers"])
+def test_a_question_about_a_digest_fetches_nothing_if_a_version_is_here(
+    tmp_path: Path, what: str
+) -> None:
+    with HubServer() as server, cache(tmp_path / "store", server.url) as through:
+        folder = write_folder(tmp_path / "model", dense_tensors())
+        server.add("org/model", folder)
+        server.branch("org/model", "v1", folder)
+        assert ask(through, "/v2/org/model/manifests/v1") == 200
+        assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") in (200, 404)
+        assert not through._fetches.running
+        assert [str(one) for one in through._store.references()] == ["org/model:v1"]
+
+
+def test_main_is_listed_although_another_revision_was_fetched_first(tmp_path: Path) -> None:
+    """llama.cpp begins with the list of references, and goes on with the commit of ``main``."""
+    with HubServer() as server, cache(tmp_path / "store", server.url) as through:
+        folder = write_folder(tmp_path / "model", dense_tensors())
+        commit = server.add("org/model", folder).commit
+        server.branch("org/model", "v1", folder)
+        assert ask(through, "/org/model/resolve/v1/config.json") == 200
+        refs = json_of(answer_of(through, "/api/models/org/model/refs"))
+        assert [one["targetCommit"] for one in refs["branches"]] == [commit]
+        assert [one["name"] for one in refs["tags"]] == ["v1"]
 
 
 def test_the_upstream_is_not_asked_for_models_of_other_hosts(store: LocalStore) -> None:
@@ -86,6 +190,29 @@ def test_the_upstream_is_not_asked_for_models_of_other_hosts(store: LocalStore) 
             assert not hub.requests
             ask(through, "/v2/team/llama/manifests/latest")
             assert hub.requests
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_an_own_model_is_not_absent_because_a_look_at_it_fails_once(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    own = create(write_folder(tmp_path / "own", dense_tensors()), "org/model", store=store)
+    path, looks, actual = store.manifest_path("org/model"), count(), os.stat
+
+    def stat(name: object, **options: Any) -> os.stat_result:
+        if str(name) == str(path) and next(looks) == number:
+            raise OSError(errno.EIO, "the disk does not answer")
+        return actual(cast("Any", name), **options)
+
+    with HubServer() as server, cache(store.root, server.url) as through:
+        server.add("org/model", write_folder(tmp_path / "other", dense_tensors()))
+        with monkeypatch.context() as patch, contextlib.suppress(StoreError):
+            patch.setattr(os, "stat", stat)
+            found = answer_of(through, "/org/model/resolve/main/config.json")
+            assert found.headers["X-Repo-Commit"] == commit_of(own.digest)
+        assert not server.requests
+        found = answer_of(through, "/org/model/resolve/main/config.json")
+        assert found.headers["X-Repo-Commit"] == commit_of(own.digest)
 
 
 @pytest.mark.parametrize(
