@@ -36,6 +36,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Result = TypeVar("Result")
 
 
+class Unwanted(BaseException):
+    """Work on a thread gives way, because nobody waits for its result any more; see :func:`looking`."""
+
+
 class Stopped(BaseException):
     """A signal, such as that of Ctrl-C, asks the process to end.
 
@@ -70,6 +74,8 @@ class _Thread(threading.local):
     is_raised = False
     deferred = 0
     """The number of blocks of :func:`deferred` that it is in."""
+    look: Callable[[], object] | None = None
+    """See :func:`looking`."""
 
 
 _thread = _Thread()
@@ -163,6 +169,8 @@ def check() -> None:
         Stopped: the first time after the request. In other threads it is not raised, unless they called
             :func:`obey`.
     """
+    if _thread.look is not None and not _thread.deferred:
+        _thread.look()
     if _State.number and not (_thread.is_raised or _thread.deferred) and _obeys():
         raise _stopped()
 
@@ -170,6 +178,16 @@ def check() -> None:
 def obey() -> None:
     """Let this thread stop as the main thread does: for threads that run operations of their own."""
     _thread.obeys = True
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], object]) -> Iterator[None]:
+    """Let :func:`check` call ``look`` on this thread, too, until the block ends. It raises Unwanted to end the work."""
+    _thread.look = look
+    try:
+        yield
+    finally:
+        _thread.look = None
 
 
 @contextlib.contextmanager

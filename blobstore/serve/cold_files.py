@@ -20,7 +20,7 @@ from blobstore.serve.messages import Content, StoredPart
 from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
@@ -59,7 +59,11 @@ def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest)
     found: _Notes = {}
     layers, contents = [], []
     pool = WorkerPool(None, None, 0)
-    for listed in pool.run(cold, lambda blob: _listed(store, blob, known)):
+
+    def pause(size: int) -> None:
+        pool.report(size, "")  # ends the work if nobody waits for it
+
+    for listed in pool.run(cold, lambda blob: _listed(store, blob, known, pause)):
         if listed is not None:
             layer, part = listed
             layers.append(layer)
@@ -71,7 +75,9 @@ def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest)
     return ColdFiles(version, tuple(layers), tuple(contents))
 
 
-def _listed(store: LocalStore, blob: BlobId, known: _Notes) -> tuple[ColdLayer, StoredPart] | None:
+def _listed(
+    store: LocalStore, blob: BlobId, known: _Notes, pause: Callable[[int], None]
+) -> tuple[ColdLayer, StoredPart] | None:
     """Return the entry of a cold blob and its file; None if it cannot be read."""
     try:
         base = base_of(store.open_cold(*blob))
@@ -84,7 +90,7 @@ def _listed(store: LocalStore, blob: BlobId, known: _Notes) -> tuple[ColdLayer, 
         noted, digest = known.get(blob.digest.hex, (None, blob.digest))
         layer = ColdLayer(blob, BlobId(digest, size), base)
         if noted != version:
-            digest = Digest.of_pieces(ColdFile(layer, descriptor).pieces())
+            digest = Digest.of_pieces(ColdFile(layer, descriptor).pieces(), pause)
             layer = layer._replace(stored=BlobId(digest, size))
     except OSError:
         return None

@@ -1,12 +1,19 @@
-"""Work on threads that requests wait for. Equal work is shared, and not begun if no request waits for it any more."""
+"""Work on threads that requests wait for. Equal work is shared.
+
+Work that no request waits for any more is not begun, and gives way if it has begun and other work waits for a thread.
+Otherwise it goes on: a client that asks again after status 503 finds it done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from blobstore.core import interrupts
 from blobstore.core.capacity import JOBS
 
 if TYPE_CHECKING:
@@ -25,9 +32,11 @@ class Busy(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    thread: Future[Any]
-    result: asyncio.Future[Any]
+    key: Hashable
+    work: Callable[[], Any]
     waiting: int = 0
+    thread: Future[Any] = field(init=False)
+    result: asyncio.Future[Any] = field(init=False)
 
 
 class SharedWork:
@@ -41,9 +50,11 @@ class SharedWork:
         Without ``joins_begun``, work that is running is not shared, so no result is older than its request.
         """
         self._joins_begun = joins_begun
-        self._executor = capacity.executor()
+        self._executor, self._threads = capacity.executor(), capacity.most
         self._most = most
         self._jobs: dict[Hashable, _Job] = {}
+        self._lock = threading.Lock()
+        """Held for moments while it is decided who waits for which job."""
 
     @contextlib.contextmanager
     def joined(
@@ -53,20 +64,23 @@ class SharedWork:
 
         The block may read the result, and must not cancel it. Raises Busy.
         """
-        job = self._jobs.get(key)
-        if job is None or (job.thread.running() and not self._joins_begun):
-            if len(self._jobs) >= self._most:
-                raise Busy(f"{self._most} jobs wait already")
-            thread = self._executor.submit(function, *arguments)
-            job = self._jobs[key] = _Job(thread, asyncio.wrap_future(thread))
-            job.result.add_done_callback(lambda done: self._forget(key, job, done))
-        job.waiting += 1
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None or (job.thread.running() and not self._joins_begun):
+                if len(self._jobs) >= self._most:
+                    raise Busy(f"{self._most} jobs wait already")
+                job = self._jobs[key] = _Job(key, partial(function, *arguments))
+                job.thread = self._executor.submit(self._run, job)
+                job.result = asyncio.wrap_future(job.thread)
+                job.result.add_done_callback(lambda done: self._forget(job, done))
+            job.waiting += 1
         try:
             yield job.result
         finally:
-            job.waiting -= 1
-            if not job.waiting and job.thread.cancel():  # it was not begun yet
-                self._remove(key, job)
+            with self._lock:
+                job.waiting -= 1
+                if not job.waiting and job.thread.cancel():  # it was not begun yet
+                    self._remove(job)
 
     def has(self, key: Hashable) -> bool:
         """Return whether the work with this key is begun or waits."""
@@ -87,12 +101,28 @@ class SharedWork:
         """Begin no more work. Work that has begun is not waited for: it has nothing to save."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _forget(self, key: Hashable, job: _Job, done: asyncio.Future[Any]) -> None:
-        self._remove(key, job)
+    def _run(self, job: _Job) -> Any:
+        with interrupts.looking(partial(self._give_way, job)):
+            return job.work()
+
+    def _give_way(self, job: _Job) -> None:
+        """End a job for which nobody waits, if another one waits for its thread. Called on this thread."""
+        # Each check comes here, so the lock is taken only if the answer seems to be yes.
+        if job.waiting or len(self._jobs) <= self._threads:
+            return
+        with self._lock:
+            if job.waiting or len(self._jobs) <= self._threads:
+                return
+            self._remove(job)  # who comes now begins it again
+        raise interrupts.Unwanted
+
+    def _forget(self, job: _Job, done: asyncio.Future[Any]) -> None:
+        with self._lock:
+            self._remove(job)
         if not done.cancelled():
             done.exception()  # read it: maybe nobody waits for this work any more
 
-    def _remove(self, key: Hashable, job: _Job) -> None:
+    def _remove(self, job: _Job) -> None:
         # Another job may have the key by now: one that is running is not always shared.
-        if self._jobs.get(key) is job:
-            del self._jobs[key]
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 
-from blobstore.core import capacity
+from blobstore.core import capacity, interrupts
 from blobstore.core.capacity import Capacity
 from blobstore.serve.shared_work import Busy, SharedWork
 
@@ -80,6 +80,65 @@ def test_work_is_not_begun_for_clients_that_have_left(name: str, more: int) -> N
         while any(map(work.has, numbers)):  # noqa: ASYNC110 - nothing else reports it
             await asyncio.sleep(0)
         assert sorted(done) == list(range(row.most))
+        work.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("more", [1, 40])
+def test_work_that_nobody_waits_for_any_more_gives_way(name: str, more: int) -> None:
+    row = capacity.ALL[name]
+
+    async def test() -> None:
+        work, stop = SharedWork(row), threading.Event()
+        all_run = threading.Barrier(row.most + 1)
+
+        def long(number: int) -> int:
+            all_run.wait(SECONDS)
+            while not stop.wait(0.001):
+                interrupts.check()
+            return number
+
+        numbers = range(row.most)
+        tasks = [asyncio.create_task(work.result(one, long, one)) for one in numbers]
+        await asyncio.to_thread(all_run.wait, SECONDS)
+        others = [asyncio.create_task(work.call(int)) for _ in range(more)]
+        await begun(others)
+        assert all(map(work.has, numbers)), "all are waited for"
+        for task in tasks[1:] or tasks:
+            task.cancel()
+        assert await asyncio.gather(*others) == [0] * more
+        if len(tasks) > 1:
+            assert work.has(0), "it is waited for"
+            assert more > 1 or sum(map(work.has, numbers)) == row.most - 1
+        stop.set()
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled() or await tasks[0] == 0
+        work.close()
+
+    run(test())
+
+
+def test_work_that_has_given_way_is_begun_again_for_who_comes_then() -> None:
+    async def test() -> None:
+        work, stop = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+        is_begun = threading.Event()
+
+        def job() -> str:
+            is_begun.set()
+            while not stop.wait(0.001):
+                interrupts.check()
+            return "done"
+
+        with work.joined("key", job):
+            await asyncio.to_thread(is_begun.wait, SECONDS)
+        assert work.has("key"), "nobody needs its thread"
+        assert await work.call(int) == 0
+        assert not work.has("key")
+        with work.joined("key", job) as again:
+            stop.set()
+            assert await again == "done"
         work.close()
 
     run(test())
