@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from blobstore.store.verified_cache import VerifiedBlobs
 
 PIECE = 1 << 20
-_DECODED_PIECE = 2 << 20
-"""Bytes of a frozen blob that are decoded at a time; with fewer, the event loop's work for each counts."""
 _MARGIN_NS = 3 * 10**9
 """A file that changed within this time may change again without a new timestamp; see ``verified_cache``."""
 _SAVE_SECONDS = 10.0
@@ -220,7 +218,7 @@ class BlobReader:
         """
         blob = self._store.open_cold(part.digest, part.size)
         end = part.begin + part.length
-        for chunks in blob.container.chunk_ranges(_DECODED_PIECE, part.size):
+        for chunks in blob.container.chunk_ranges(PIECE, part.size):
             first, last = max(chunks.begin, part.begin), min(chunks.end, end)
             if first < last:
                 yield _decoded(blob, first, last)  # held by nothing here while the caller sends it
