@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blobstore.archives import format as archives
-from blobstore.compression import quant_rule, table
+from blobstore.compression import quant_rule, scaled_rules, table
 from blobstore.gguf import header
 from blobstore.manifests import lock_file, media_types
 from blobstore.manifests.model import SCHEMA_VERSION
@@ -41,7 +41,9 @@ READ = {
     "record of the source": media_version(media_types.SOURCE),
     "stacks of experts": media_version(media_types.STACKS),
     "cold blob": prefix_versions(*table.PREFIXES),
-    "rule that quantizes blocks of GGUF": ", ".join(map(str, quant_rule._VERSIONS)),
+    "rule that quantizes weights": ", ".join(
+        map(str, [*quant_rule._VERSIONS, scaled_rules._AFFINE, scaled_rules._FLOAT8])
+    ),
     "cold layer in a registry": media_version(cold_layers.COLD),
     "list of cold layers of bases": media_version(cold_layers.COLD_BASES),
     "archive": prefix_versions(archives.PREFIX),

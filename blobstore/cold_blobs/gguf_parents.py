@@ -14,7 +14,8 @@ from collections import defaultdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.cold_blobs.quantized import Blocks, Found, find_rule, sources_of, unit_vector
+from blobstore.cold_blobs.quantized import Blocks, Found, sources_of, unit_vector
+from blobstore.cold_blobs.scaled_weights import ScaledWeight, scaled_weights
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import Header
 
@@ -46,10 +47,10 @@ _MIN_COSINE: Final = 0.3
 
 
 class _Child(NamedTuple):
-    """A blob with one tensor, which is stored as blocks."""
+    """A blob whose only or first weight is quantized."""
 
     blob: Descriptor
-    blocks: Blocks
+    blocks: Blocks | ScaledWeight
     sample: Array
     """A unit vector of weights."""
 
@@ -132,7 +133,7 @@ class ParentFinder:
 
     @cached_property
     def _children(self) -> list[_Child]:
-        """The blobs to be frozen whose only tensor is blocks that may follow from weights.
+        """The blobs to be frozen with blocks or codes that may follow from weights.
 
         A stack is followed by its first matrix.
         """
@@ -146,9 +147,11 @@ class ParentFinder:
             if digest not in self._deltas and digest not in bases and self._store.has_hot(digest)
         ]
         for blob, header in self._with_headers(wanted):
-            blocks = None
+            blocks: Blocks | ScaledWeight | None
             if len(header.tensors) == 1:
                 blocks = Blocks.of(next(iter(header.tensors.values())), header)
+            else:
+                blocks = next(scaled_weights(header), None)
             if blocks is not None:
                 with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                     read = self._store.base(*blob.id).read_into
@@ -201,7 +204,7 @@ class ParentFinder:
             found = None
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                 base = self._store.base(*item.blob.id)
-                found = find_rule(child.blocks, read, base, item.header)
+                found = child.blocks.find(read, base, item.header)
             if found is not None and (best is None or found.differing < best[0].differing):
                 best = found, item.blob.id
                 if not found.differing:

@@ -8,6 +8,7 @@ those of a fine-tune, have fewer such codes. Weights that were rounded to a smal
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.cold_blobs.tensor_index import MIN_PIECE
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from blobstore.cold_blobs.tensor_index import Read
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.quant_rule import QuantRule
+    from blobstore.compression.scaled_rules import Rule
+    from blobstore.compression.spans import Span
     from blobstore.safetensors.header import Header, TensorEntry
 
     Array = np.ndarray[Any, Any]
@@ -34,12 +37,12 @@ _SAMPLE: Final = 256
 """Weights of a sample, if rows have as many."""
 _CODED_SAMPLE: Final = 1 << 12
 """Weights of a sample whose codes are compared, at each of the same places."""
-_MAX_DIFFERING: Final = 0.5
+MAX_DIFFERING: Final = 0.5
 """The share of bytes of codes that may differ: those of other weights nearly all do."""
-_NEARLY_ALL: Final = 0.02
+NEARLY_ALL: Final = 0.02
 """If so little differs, no other tensor of a base is compared."""
 _STACK_DIMENSIONS: Final = 3
-_PLACES: Final = (0, 3, 5, 8, 11, 13)
+PLACES: Final = (0, 3, 5, 8, 11, 13)
 """Where samples lie, in thirteenths: at rows of attention heads that a permutation moves."""
 _MAX_HEAD: Final = 1024
 """Rows of an attention head at most."""
@@ -120,6 +123,10 @@ class Blocks(NamedTuple):
         read(memoryview(found), self.begin + offset)
         return bytes(found)
 
+    def find(self, read: Read, base: BaseBlob, base_header: Header) -> Found | None:
+        """Return what :func:`find_rule` returns."""
+        return find_rule(self, read, base, base_header)
+
     def unit_vector(self, read: Read) -> Array:
         """Return weights of the first and the last row, as :func:`unit_vector`. Raises what ``read`` raises."""
         import numpy as np
@@ -154,7 +161,19 @@ class Found(NamedTuple):
     """The share of the bytes of samples that do not follow."""
     begin: int
     """Offset of the weights in the base."""
-    rule: QuantRule
+    rule: Rule
+
+    def of_tensor(self, number: int) -> Found:
+        """Return how another tensor of the same quantized weight follows."""
+        from blobstore.compression.scaled_rules import AffineRule
+
+        if isinstance(self.rule, AffineRule):
+            return self._replace(rule=replace(self.rule, tensor=number))
+        return self
+
+    def applied_to(self, span: Span) -> Span:
+        """Return a span whose bytes follow so. Rules predict bytes, whatever the type of the elements is."""
+        return span._replace(dtype=DType.U8, base_begin=self.begin, rule=self.rule)
 
 
 def find_rules(
@@ -226,7 +245,7 @@ def find_rule(
             found = pair.find(QuantRule(blocks.type_name, entry.spec.dtype, keeps_scales=True))
         if found is not None and (best is None or found.differing < best.differing):
             best = found
-        if best is not None and best.differing <= _NEARLY_ALL:
+        if best is not None and best.differing <= NEARLY_ALL:
             break
     return best
 
@@ -242,7 +261,7 @@ class _Pair(NamedTuple):
 
     def find(self, rule: QuantRule) -> Found | None:
         """Return how blocks follow by a rule, or by it with other casts or a permutation; None if they do not."""
-        most = _MAX_DIFFERING if rule.keeps_scales else 0.0
+        most = MAX_DIFFERING if rule.keeps_scales else 0.0
         if self._differing(rule, [0], self.blocks.sample_size) > most:
             return None  # a permutation keeps the first row
         offsets = self._offsets(rule)
@@ -265,7 +284,7 @@ class _Pair(NamedTuple):
         """Return where samples begin."""
         last = (self.blocks.size - self._size(rule)) // self.blocks.block_size
         return list(
-            dict.fromkeys(last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES)
+            dict.fromkeys(last * place // PLACES[-1] * self.blocks.block_size for place in PLACES)
         )
 
     def _size(self, rule: QuantRule) -> int:

@@ -18,6 +18,7 @@ from blobstore.compression.base import BaseBlob, Prediction
 from blobstore.compression.chunks import decode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
 from blobstore.compression.file_view import FileView
+from blobstore.compression.scaled_rules import Float8Rule
 from blobstore.compression.scratch import scratch
 from blobstore.compression.table import PREFIX, decode_table
 from blobstore.compression.transforms import predicted_type, transform_of
@@ -255,18 +256,21 @@ class ColdBlobDecoder:
             wanted = self.table.base and self.table.base.digest
             raise ColdDamaged(f"a delta cannot be decoded without its base {wanted}")
         dtype = predicted_type(transform.number)
-        factors = None
+        factors, rule = None, part.rule
         if part.factors is not None:
             end = self._stored_at[self._first_chunks[part_number]]
             stored = self._bytes[end - part.factors.size : end]
             if crc32(stored) != part.factors.checksum:
-                raise ColdDamaged("the factors of a part do not match their checksum")
-            factors = unpack(stored, part.size // part.width)
-            if dtype is None or not can_predict(dtype):
+                raise ColdDamaged("the factors or scales of a part do not match their checksum")
+            if isinstance(rule, Float8Rule):
+                rule = rule.with_scales(stored, part.size)
+            elif dtype is not None and can_predict(dtype):
+                factors = unpack(stored, part.size // part.width)
+            else:
                 raise ColdDamaged(
                     f"factors cannot predict elements of transform {transform.number}"
                 )
-        prediction = Prediction(self._base, part.base_begin, factors, dtype, part.rule)
+        prediction = Prediction(self._base, part.base_begin, factors, dtype, rule)
         # Keep only a few, because a kilobyte of factors can expand to a quarter of a gigabyte.
         # Parts are usually read in order.
         kept = list(self._predictions.items())[1 - _MAX_PREDICTIONS :]

@@ -17,6 +17,7 @@ from blobstore.compression.base import Prediction
 from blobstore.compression.chunks import encode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
 from blobstore.compression.quant_rule import MAX_CODED
+from blobstore.compression.scaled_rules import Float8Rule
 from blobstore.compression.scratch import scratch
 from blobstore.compression.spans import Span
 from blobstore.compression.table import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from blobstore.compression.chunks import Pipeline
     from blobstore.compression.entropy import Plane
     from blobstore.compression.level import Level
-    from blobstore.compression.quant_rule import QuantRule
+    from blobstore.compression.scaled_rules import Rule
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
     from blobstore.core.tensor import DType
@@ -112,8 +113,9 @@ def encode(
     write(PREFIXES[has_blocks])
     for number, (span, part) in enumerate(zip(spans, parts, strict=True)):
         prediction = _prediction(span, part, base)
-        if span.factors is not None and part.same_as is None:
-            write(span.factors)
+        packed = _packed(span)
+        if packed is not None and part.same_as is None:
+            write(packed)
         keeps_scales = span.rule is not None and span.rule.keeps_scales
         encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
         first = len(chunks)
@@ -220,7 +222,8 @@ def _part(span: Span) -> Part:
             _quantized_chunk(span.size, span.rule),
             None,
             span.base_begin,
-            rule=span.rule,
+            _stored_factors(span),
+            span.rule,
         )
     wanted = _CHUNK_SIZES[width] if span.base_begin is None else MAX_CHUNK
     count = max((span.size + wanted // 2) // wanted, -(-span.size // MAX_CHUNK))
@@ -228,11 +231,23 @@ def _part(span: Span) -> Part:
     if span.blocks is not None:
         grain = max(grain // span.blocks.size, 1) * span.blocks.size
     chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK // grain * grain)
-    factors = StoredFactors(crc32(span.factors), len(span.factors)) if span.factors else None
-    return Part(span.size, width, chunk_size, None, span.base_begin, factors)
+    return Part(span.size, width, chunk_size, None, span.base_begin, _stored_factors(span))
 
 
-def _quantized_chunk(size: int, rule: QuantRule) -> int:
+def _packed(span: Span) -> bytes | None:
+    """Return what a part has before its planes: factors, or the scales that its rule keeps."""
+    rule = span.rule
+    if isinstance(rule, Float8Rule) and rule.scales is not None:
+        return rule.scales.tobytes()
+    return span.factors
+
+
+def _stored_factors(span: Span) -> StoredFactors | None:
+    packed = _packed(span)
+    return StoredFactors(crc32(packed), len(packed)) if packed else None
+
+
+def _quantized_chunk(size: int, rule: Rule) -> int:
     """Return a size for chunks that are quantized from whole chunks of the base, as this encoder makes them."""
     if not rule.is_possible(size):
         raise UsageError(f"a span of {size} bytes cannot be quantized by {rule}")

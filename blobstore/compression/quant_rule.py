@@ -41,10 +41,10 @@ _READ: Final = 1 << 22
 """Bytes of a base that are read at once at most, unless its rows are permuted."""
 _RECORD: Final = struct.Struct("<BBBBII")
 RULE_SIZE: Final = _RECORD.size
-_SOURCES: Final = {0: DType.F32, 1: DType.F16, 30: DType.BF16}
+SOURCES: Final = {0: DType.F32, 1: DType.F16, 30: DType.BF16}
 """The types of weights, by their numbers in GGUF files."""
-_NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
-_SOURCE_NUMBERS: Final = {dtype: number for number, dtype in _SOURCES.items()}
+NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
+SOURCE_NUMBERS: Final = {dtype: number for number, dtype in SOURCES.items()}
 _NUMBERS: Final = {kind.name: number for number, kind in TYPES.items()}
 
 
@@ -55,9 +55,19 @@ def to_float32(weights: Array) -> Array:
     return weights.astype(np.float32)
 
 
+def rounded(values: Array, dtype: DType) -> Array:
+    """Return float32 rounded to F32, F16 or BF16, the latter as uint16; overwrites ``values``."""
+    if dtype is DType.BF16:
+        bits = values.view(np.uint32)
+        bits += (bits >> 16 & 1) + np.uint32(0x7FFF)
+        return (bits >> 16).astype("<u2")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(NUMPY_TYPES[dtype], copy=False)
+
+
 def weights_of(data: bytes, dtype: DType) -> Array:
     """Return the weights that bytes of a tensor hold, as float32."""
-    return to_float32(np.frombuffer(data, _NUMPY_TYPES[dtype]))
+    return to_float32(np.frombuffer(data, NUMPY_TYPES[dtype]))
 
 
 class QuantRule(NamedTuple):
@@ -125,7 +135,7 @@ class QuantRule(NamedTuple):
     def pack(self) -> bytes:
         """Return the rule as bytes of a table."""
         version = 2 if self.keeps_scales else 1
-        source, cast = _SOURCE_NUMBERS[self.dtype], _SOURCE_NUMBERS[self.cast]
+        source, cast = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.cast]
         return _RECORD.pack(self.number, version, source, cast, self.columns, self.head)
 
     @classmethod
@@ -143,9 +153,9 @@ class QuantRule(NamedTuple):
                 "program may know them"
             )
         keeps_scales = version > 1
-        if source not in _SOURCES or cast not in (_SOURCES if keeps_scales else (0,)):
+        if source not in SOURCES or cast not in (SOURCES if keeps_scales else (0,)):
             raise ColdDamaged(f"blocks cannot be quantized from type {source}, {cast}")
-        return cls(kind.name, _SOURCES[source], columns, head, keeps_scales, cast=_SOURCES[cast])
+        return cls(kind.name, SOURCES[source], columns, head, keeps_scales, cast=SOURCES[cast])
 
     def weights(self, read: Callable[[int, int], Bytes], offset: int, size: int) -> Array:
         """Return the weights of ``size`` bytes of blocks from ``offset`` on, as :meth:`predict` takes them.
@@ -157,16 +167,10 @@ class QuantRule(NamedTuple):
         if self.head:
             found: Array = self._permuted(read, begin, count)
         else:
-            found = read(begin, count).view(_NUMPY_TYPES[self.dtype])
+            found = read(begin, count).view(NUMPY_TYPES[self.dtype])
         if self.cast in (DType.F32, self.dtype):
             return found
-        found = to_float32(found)
-        if self.cast is DType.F16:
-            with np.errstate(over="ignore", invalid="ignore"):
-                return found.astype("<f2")
-        bits = found.view(np.uint32)
-        bits += (bits >> 16 & 1) + np.uint32(0x7FFF)
-        return (bits >> 16).astype("<u2")
+        return rounded(to_float32(found), self.cast)
 
     def expect(self, read: Callable[[int, int], Bytes], offset: int, blocks: Bytes) -> Bytes:
         """Return what is predicted for ``blocks`` from ``offset`` on, of which scales that are kept are known.
@@ -200,7 +204,7 @@ class QuantRule(NamedTuple):
             end = min(begin + step, size // self.kind.size)
             weights = read(self.source_size(offset) + begin * row, (end - begin) * row)
             blocks = out[begin * self.kind.size : end * self.kind.size]
-            quantize(self.type_name, weights.view(_NUMPY_TYPES[self.dtype]), blocks)
+            quantize(self.type_name, weights.view(NUMPY_TYPES[self.dtype]), blocks)
         return out
 
     def _permuted(self, read: Callable[[int, int], Bytes], begin: int, size: int) -> Bytes:
@@ -208,7 +212,7 @@ class QuantRule(NamedTuple):
         head = self.head * self.columns * self.source_width
         first = begin // head * head
         last = -(-(begin + size) // head) * head
-        dtype = np.dtype(_NUMPY_TYPES[self.dtype])
+        dtype = np.dtype(NUMPY_TYPES[self.dtype])
         found = scratch("heads", last - first).view(dtype)
         rows = found.reshape(-1, self.head // 2, 2, self.columns)
         for number, at in enumerate(range(first, last, head)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.compression.quant_rule import QuantRule
+    from blobstore.compression.scaled_rules import Rule
     from blobstore.core.tensor import TensorSpec
     from blobstore.gguf.types import GgufType
     from blobstore.safetensors.header import Header
@@ -51,7 +51,7 @@ class Span(NamedTuple):
     """Offset in the base of the bytes that the span is encoded against."""
     factors: bytes | None = None
     """Packed low-rank factors that improve the prediction from those bytes."""
-    rule: QuantRule | None = None
+    rule: Rule | None = None
     """How the span is predicted by quantizing elements of the base that begin at ``base_begin``."""
     blocks: GgufType | None = None
     """The type of its blocks, if it is blocks of GGUF; it is not stored."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
 from blobstore.compression.quant_rule import RULE_SIZE, QuantRule
+from blobstore.compression.scaled_rules import Float8Rule, rule_of
 from blobstore.compression.transforms import FIRST_BLOCKS, FIRST_CODED, WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.file_view import FileBytes
+    from blobstore.compression.scaled_rules import Rule
 
 MAX_CHUNK: Final = 1 << 20
 """Maximum size of a chunk in bytes."""
@@ -56,7 +58,7 @@ MAX_FACTORS: Final = 1 << 27
 
 
 class StoredFactors(NamedTuple):
-    """Low-rank factors in the file."""
+    """Low-rank factors in the file, or scales."""
 
     checksum: int
     """CRC-32 of their stored bytes."""
@@ -74,8 +76,8 @@ class Part(NamedTuple):
     base_begin: int | None = None
     """Offset in the base of the bytes that its delta chunks are encoded against."""
     factors: StoredFactors | None = None
-    """Factors that correct the prediction; they are stored before its planes."""
-    rule: QuantRule | None = None
+    """Factors that correct the prediction, or scales of its rule; they are stored before its planes."""
+    rule: Rule | None = None
     """The rule that quantizes the base's elements from ``base_begin`` on to the prediction."""
 
     @property
@@ -134,8 +136,11 @@ def encode_table(table: Table) -> bytes:
             kind = kind if part.rule is None else _QUANTIZED
             argument = part.base_begin
         pieces.append(_PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument))
-    pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
-    pieces += (part.rule.pack() for part in table.parts if part.rule is not None)
+    factors = [part.factors and _FACTORS.pack(*part.factors) for part in table.parts]
+    for part, stored in zip(table.parts, factors, strict=True):
+        pieces += [stored] if stored and part.rule is None else []
+    for part, stored in zip(table.parts, factors, strict=True):
+        pieces += [part.rule.pack(), stored or b""] if part.rule is not None else []
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
@@ -229,14 +234,17 @@ def _with_rule(part: Part, reader: _Reader, base: BlobId | None) -> Part:
     if part.rule is None or part.base_begin is None or base is None:
         return part
     (record,) = reader.take(_RULE)
-    rule = QuantRule.unpack(record)
+    rule = rule_of(record)
+    factors = StoredFactors(*reader.take(_FACTORS)) if isinstance(rule, Float8Rule) else None
     is_possible = rule.is_possible(part.size, part.chunk_size)
+    if is_possible and isinstance(rule, Float8Rule) and factors is not None:
+        is_possible = factors.size == rule.scales_size(part.size)
     if not is_possible or part.base_begin + rule.source_size(part.size) > base.size:
         raise ColdDamaged(
             f"{part.size} bytes in chunks of {part.chunk_size} cannot be quantized from byte "
             f"{part.base_begin} of a base of {base.size} by {rule}"
         )
-    return part._replace(rule=rule)
+    return part._replace(rule=rule, factors=factors)
 
 
 def _decode_chunk(reader: _Reader, part: Part, number: int, has_blocks: bool) -> Chunk:

@@ -104,10 +104,10 @@ def quantize(array: Array, item: QuantFormat, group_size: int) -> Quantized:
         for start in range(0, count, height):
             piece = slice(start, start + height)
             if biases is not None:
-                codes, scales[piece], biases[piece] = _affine(groups[piece], item.bits)
+                codes, scales[piece], biases[piece] = affine(groups[piece], item.bits)
             else:
                 codes, scales[piece] = _float(groups[piece], item.mode)
-            words[piece] = _pack(codes, item.bits)
+            words[piece] = pack(codes, item.bits)
     shape = (*rows, columns // group_size)
     return Quantized(
         words.reshape(*rows, item.words(columns)),
@@ -190,7 +190,9 @@ def dequantize(
     return result.reshape(*rows, columns)
 
 
-def _affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
+def affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
+    """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
+    """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
     numbers = groups.astype(np.float32)
     top = np.float32((1 << bits) - 1)
     columns = np.ascontiguousarray(numbers.T)  # numpy reduces short rows slowly
@@ -252,7 +254,7 @@ def _codes(is_e4m3: bool) -> Array:
     return codes
 
 
-def _pack(codes: Array, bits: int) -> Array:
+def pack(codes: Array, bits: int) -> Array:
     """Return the codes of each row as words, one little-endian stream of bits."""
     if bits == 8:  # a byte
         return codes.view(np.uint32)
@@ -269,7 +271,7 @@ def _pack(codes: Array, bits: int) -> Array:
 
 
 def _unpack(words: Array, bits: int) -> Array:
-    """Return the codes in rows of words; see :func:`_pack`."""
+    """Return the codes in rows of words; see :func:`pack`."""
     data = words.astype("<u4", copy=False).view(np.uint8)
     if bits == 8:  # a byte
         return data

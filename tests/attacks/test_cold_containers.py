@@ -17,6 +17,8 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.quant_rule import MAX_CODED, QuantRule
+from blobstore.compression.scaled_rules import CODES as CODES_OF_GROUPS
+from blobstore.compression.scaled_rules import AffineRule, Float8Rule
 from blobstore.compression.spans import Span, mark_duplicates
 from blobstore.compression.table import (
     PREFIX,
@@ -35,6 +37,7 @@ from blobstore.core.trailer import FOOTER_SIZE
 from blobstore.errors import ColdDamaged
 from blobstore.gguf.quantize import quantize
 from blobstore.gguf.types import TYPES
+from tests.readers.scaled import read_affine, read_float8
 from tests.support.cold import cold, decoded, noise, safetensors, spans_of, weights
 from tests.support.ladders import coded_blocks
 
@@ -71,8 +74,26 @@ CODES = cold(
     ],
     base=BaseBlob.hot(WEIGHTS),
 )
-FILES = [(COLD, None), (DELTA, BASE), (QUANTIZED, WEIGHTS), (CODES, WEIGHTS)]
-IDS = ["solo", "delta", "quantized", "codes"]
+AFFINE = AffineRule(DType.F32, DType.F16, CODES_OF_GROUPS, 4, 64)
+WORDS = read_affine(AFFINE.pack(), WEIGHTS, 256)
+INTEGERS = cold(
+    WORDS, spans=[Span(256, DType.U8, base_begin=0, rule=AFFINE)], base=BaseBlob.hot(WEIGHTS)
+)
+SCALES = np.full(4, 1e-4, np.float32).tobytes()
+FLOAT8 = Float8Rule(DType.F32, 64, (2, 32)).with_scales(SCALES, 256)
+BYTES = read_float8(FLOAT8.pack(), SCALES, WEIGHTS, 256)
+FLOATS = cold(
+    BYTES, spans=[Span(256, DType.U8, base_begin=0, rule=FLOAT8)], base=BaseBlob.hot(WEIGHTS)
+)
+FILES = [
+    (COLD, None),
+    (DELTA, BASE),
+    (QUANTIZED, WEIGHTS),
+    (CODES, WEIGHTS),
+    (INTEGERS, WEIGHTS),
+    (FLOATS, WEIGHTS),
+]
+IDS = ["solo", "delta", "quantized", "codes", "integers", "floats"]
 DIGEST = Digest.of(BLOB)
 
 
@@ -115,6 +136,9 @@ def test_the_attacked_files_are_intact() -> None:
     assert ColdBlobDecoder(QUANTIZED).table.parts[0].rule is not None
     assert thawed(CODES, WEIGHTS) == CODED
     assert [chunk.transform for chunk in ColdBlobDecoder(CODES).table.chunks] == [131]
+    for data, blocks in ((INTEGERS, WORDS), (FLOATS, BYTES)):
+        assert thawed(data, WEIGHTS) == blocks
+        assert [chunk.transform for chunk in ColdBlobDecoder(data).table.chunks] == [32]
     assert ColdBlobDecoder(COLD).table.parts[3].same_as == 1
     assert [chunk.transform for chunk in ColdBlobDecoder(DELTA).table.chunks] == [37]
 
@@ -429,6 +453,19 @@ def test_codes_of_too_many_weights_in_a_chunk_are_refused() -> None:
     table = Table(DIGEST, size, base, [part], [], has_blocks=True)
     with pytest.raises(ColdDamaged, match="cannot be quantized from byte 0"):
         ColdBlobDecoder(PREFIXES[1] + encode_table(table))
+
+
+@pytest.mark.parametrize("rows", [1 << 10, 1 << 21])
+def test_scales_of_another_size_than_their_part_has_are_refused(rows: int) -> None:
+    rule = Float8Rule(DType.F32, 64, (1, 0))
+    part = Part(rows * 64, 1, 64, base_begin=0, rule=rule)
+    base = BlobId(Digest.of(b"zeros"), rule.source_size(part.size))
+    for size in (0, 4, rows * 4 - 4, rows * 4, rows * 4 + 4, 1 << 31):
+        stored = part._replace(factors=StoredFactors(0, size))
+        table = Table(DIGEST, part.size, base, [stored], [], has_blocks=True)
+        match = "do not fit in the table" if (size, rows) == (4096, 1 << 10) else "be quantized"
+        with pytest.raises(ColdDamaged, match=match):
+            ColdBlobDecoder(PREFIXES[1] + encode_table(table))
 
 
 @pytest.mark.parametrize("keeps_scales", [False, True])

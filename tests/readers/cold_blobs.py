@@ -15,6 +15,7 @@ from tests.readers.block_fields import field_sizes, read_fields
 from tests.readers.coded import fill_blocks, kept_sizes
 from tests.readers.deltas import read_differences
 from tests.readers.quantized import read_blocks
+from tests.readers.scaled import read_affine, read_float8
 
 
 def read_cold(data: bytes, base: bytes = b"") -> bytes:
@@ -32,15 +33,23 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
         at += 40
     parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
     at += 24 * part_count
-    starts: list[tuple[bytes, bytes]] = []
-    for part_size, _, _, kind, _, argument in parts:
+    rules: list[tuple[bytes, tuple[int, int]]] = []
+    for _, _, _, kind, _, _ in parts:
         assert kind in {0, 1, 2, 4} if data[7] == 2 else kind < 3
         rule = table[at : at + 12] if kind == 4 else b""
         at += len(rule)
-        starts.append((_start(rule, base, argument, part_size), rule))
+        stated = (0, 0)
+        if rule[1:2] == b"\4":
+            stated = struct.unpack_from("<II", table, at)
+            at += 8
+        rules.append((rule, stated))
     decoded: list[bytes] = []
     for index, (part_size, chunk_size, width, kind, _, argument) in enumerate(parts):
         part = decoded[argument] if kind == 1 else b""
+        own_rule, (scales_check, scales_size) = rules[index]
+        scales, planes = planes[:scales_size], planes[scales_size:]
+        assert zlib.crc32(scales) == scales_check
+        start = _start(own_rule, scales, base, argument, part_size)
         while len(part) < part_size:
             count = min(chunk_size, part_size - len(part)) // width
             check, layout, plane_count = struct.unpack_from("<IBB", table, at)
@@ -53,10 +62,10 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
                 contents.append(_plane(value & 3, plane, size))
                 if value & 3 or size < 0 or 32 <= layout <= 40:
                     stored.append(plane)
-            layout, contents, start = _against(
-                *starts[index], layout, contents, len(part), count * width
+            layout, contents, predicted = _against(
+                start, own_rule, layout, contents, len(part), count * width
             )
-            chunk = _merge(layout, width, count, contents, start)
+            chunk = _merge(layout, width, count, contents, predicted)
             assert zlib.crc32(chunk + b"".join(stored)) == check
             part += chunk
         decoded.append(part)
@@ -68,8 +77,12 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
     return blob
 
 
-def _start(rule: bytes, base: bytes, argument: int, size: int) -> bytes:
-    """Return what the elements of a part are differences from; the weights if it keeps scales."""
+def _start(rule: bytes, scales: bytes, base: bytes, argument: int, size: int) -> bytes:
+    """Return what the elements of a part are differences from; the weights if it keeps scales of blocks."""
+    if rule[1:2] == b"\3":
+        return read_affine(rule, base[argument:], size)
+    if rule[1:2] == b"\4":
+        return read_float8(rule, scales, base[argument:], size)
     if rule[1:2] == b"\1":
         return read_blocks(rule, base[argument:], size)
     return base[argument:] if rule else base[argument : argument + size]

@@ -231,7 +231,9 @@ def test_rejects_altered_factors() -> None:
     stored[stored.index(span.factors) + len(span.factors) // 2] ^= 1
     back = ColdBlobDecoder(stored)
     back.give_base(base)
-    with pytest.raises(ColdDamaged, match="factors of a part do not match their checksum"):
+    with pytest.raises(
+        ColdDamaged, match="factors or scales of a part do not match their checksum"
+    ):
         decoded(back)
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from blobstore.gguf.quantize import QUANTIZED, quantize
 from tests.readers.quantized import read_blocks
 from tests.support.cold import cold, decoded, noise, weights
 from tests.support.ladders import coded_blocks
+from tests.support.processor import where_subnormal_numbers_are_flushed
 
 Array = np.ndarray[Any, Any]
 SOURCES = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
@@ -123,19 +122,6 @@ def test_only_whole_blocks_and_heads_are_possible() -> None:
     size = 18 << 17
     assert long.is_possible(size, 18 << 13)
     assert not long.is_possible(size, (18 << 13) - 18)
-
-
-def where_subnormal_numbers_are_flushed(work: Callable[[], bytes]) -> bytes:
-    """Return what ``work`` does in a thread of its own, whose processor takes subnormal numbers for 0."""
-    torch = pytest.importorskip("torch")
-
-    def flushed() -> bytes:
-        assert torch.set_flush_denormal(True)
-        assert np.float32(1e-40) * np.float32(1) == 0
-        return work()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(flushed).result()
 
 
 def with_subnormal_weights() -> Array:

@@ -17,6 +17,16 @@ import pytest
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.block_fields import FIELDS
 from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.quant_rule import QuantRule
+from blobstore.compression.scaled_rules import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    BIASES,
+    CODES,
+    SCALES,
+    AffineRule,
+    Float8Rule,
+)
 from blobstore.compression.table import Part
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
@@ -67,12 +77,20 @@ def test_the_vectors_have_every_transform() -> None:
 
 
 def test_the_vectors_have_every_rule() -> None:
-    rules = [part.rule for vector in VECTORS for part in parts(vector) if part.rule is not None]
+    every = [part.rule for vector in VECTORS for part in parts(vector)]
+    rules = [rule for rule in every if isinstance(rule, QuantRule)]
     assert {rule.type_name for rule in rules if not rule.keeps_scales} == QUANTIZED
     assert {rule.type_name for rule in rules if rule.keeps_scales} == CODED
     assert {rule.cast for rule in rules} == {DType.F32, DType.F16, DType.BF16}
     assert {rule.dtype for rule in rules} == {DType.F32, DType.F16, DType.BF16}
     assert {rule.head for rule in rules} == {0, 4}
+    affine = {rule for rule in every if isinstance(rule, AffineRule)}
+    assert {rule.tensor for rule in affine} == {CODES, SCALES, BIASES}
+    assert {rule.bits for rule in affine} == set(AFFINE_BITS)
+    assert {rule.group_size for rule in affine} == set(AFFINE_GROUPS)
+    floats = {rule for rule in every if isinstance(rule, Float8Rule)}
+    assert {rule.quotient for rule in floats} == {DType.F32, DType.F16, DType.BF16}
+    assert {rule.block for rule in floats} == {(0, 0), (1, 0), (3, 20)}
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)

@@ -1,0 +1,307 @@
+"""Rules for weights whose scales are tensors of their own, as those of MLX and of 8-bit floats are.
+
+MLX computes codes, scales and biases of a group from its weights alone, so a rule predicts each of the three
+tensors. Scales of 8-bit floats may come from anywhere, but are few: the file has a copy of them, and the codes
+follow from these and the weights. Rules give the same bits on every machine for all bytes, and also where a
+thread takes subnormal numbers for 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blobstore.compression.quant_rule import (
+    MAX_CODED,
+    NUMPY_TYPES,
+    SOURCE_NUMBERS,
+    SOURCES,
+    QuantRule,
+    rounded,
+    to_float32,
+)
+from blobstore.compression.scratch import scratch
+from blobstore.core.tensor import DType
+from blobstore.errors import ColdDamaged
+from blobstore.gguf.types import GgufType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Final, Self
+
+    Array = np.ndarray[Any, Any]
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Read = Callable[[int, int], Bytes]
+
+MAX_SCALES: Final = 1 << 20
+"""Scales of a part at most, because all are kept in memory."""
+CODES, SCALES, BIASES = range(3)
+"""The tensors of a weight of MLX."""
+AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS: Final = (32, 64, 128)
+_RECORD: Final = struct.Struct("<BBBBII")
+_AFFINE, _FLOAT8 = 3, 4
+"""Their versions among rules."""
+_PIECE: Final = 1 << 16
+"""Weights that are computed at once, so that intermediate values stay in the cache."""
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_USUAL: Final = (np.uint32((127 - 96) << 23), np.uint32((127 + 126) << 23))
+"""The bits of 2**-96 and 2**126: groups whose largest magnitude is not between them count as zeros."""
+_LEAST_SCALE: Final = np.uint32((127 - 100) << 23)
+"""The bits of 2**-100. With a smaller scale, flushed subnormal weights would have other codes than 0."""
+_INFINITY: Final = np.uint32(0xFF << 23)
+_E4M3_MAX: Final = np.float32(448)
+_TINY: Final = 0x3000
+"""The upper half of 2**-31, which is nearest to 0 in 8-bit floats."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How bytes of a part are computed from elements of a base."""
+
+    dtype: DType
+    """The type of the base's elements: F32, F16 or BF16."""
+    keeps_scales = False
+    number = 0
+    """What the record has for the type of blocks."""
+
+    @property
+    def kind(self) -> GgufType:
+        """The weights that bytes of the part are computed from together, and how many bytes these are."""
+        raise NotImplementedError
+
+    @property
+    def source_width(self) -> int:
+        """Bytes of an element of the base."""
+        return self.dtype.bits // 8
+
+    def source_size(self, size: int) -> int:
+        """Return how many bytes of the base become ``size`` bytes of the part."""
+        return size // self.kind.size * self.kind.weights * self.source_width
+
+    def is_possible(self, size: int, chunk_size: int = 0) -> bool:
+        """Return whether a part can have ``size`` bytes, and chunks of ``chunk_size``."""
+        if size % self.kind.size or chunk_size % self.kind.size:
+            return False
+        return chunk_size // self.kind.size * self.kind.weights <= MAX_CODED
+
+
+@dataclass(frozen=True)
+class AffineRule(_Rule):
+    """One of the tensors that a weight of MLX is: codes, scales or biases of groups."""
+
+    cast: DType
+    """The type of scales and biases, which the weights are rounded to first."""
+    tensor: int
+    """``CODES``, ``SCALES`` or ``BIASES``."""
+    bits: int
+    group_size: int
+
+    @property
+    def kind(self) -> GgufType:
+        """A group."""
+        size = self.group_size * self.bits if self.tensor == CODES else self.cast.bits
+        return GgufType(f"int{self.bits}", self.group_size, size // 8)
+
+    def kept_size(self, _size: int) -> int:
+        """Return 0, because all bytes are predicted."""
+        return 0
+
+    def pack(self) -> bytes:
+        """Return the rule as bytes of a table."""
+        types = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.cast]
+        return _RECORD.pack(self.tensor, _AFFINE, *types, self.group_size, self.bits)
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview) -> Self:
+        """Return the rule that bytes of a table hold.
+
+        Raises:
+            ColdDamaged: there is no such rule.
+        """
+        tensor, _, source, cast, group_size, bits = _RECORD.unpack(record)
+        is_known = tensor <= BIASES and source in SOURCES and cast in SOURCES
+        if not is_known or bits not in AFFINE_BITS or group_size not in AFFINE_GROUPS:
+            raise _unknown(record)
+        return cls(SOURCES[source], SOURCES[cast], tensor, bits, group_size)
+
+    def predict(self, read: Read, offset: int, size: int) -> Bytes:
+        """Return ``size`` bytes from ``offset`` on, both multiples of those of a group.
+
+        Takes ``read`` as :meth:`QuantRule.predict`. The result is valid until this thread's next call.
+        """
+        from blobstore.quantization.numpy import affine, pack  # few blobs
+
+        data = read(self.source_size(offset), self.source_size(size)).view(NUMPY_TYPES[self.dtype])
+        groups = data.reshape(-1, self.group_size)
+        out = scratch("quantized", size)
+        rows = out.reshape(len(groups), -1)
+        step = _PIECE // self.group_size
+        with np.errstate(all="ignore"):
+            for start in range(0, len(groups), step):
+                values = to_float32(groups[start : start + step])
+                if self.cast not in (DType.F32, self.dtype):
+                    values = to_float32(rounded(values, self.cast))
+                peaks = (values.view(np.uint32) & _MAGNITUDE).max(1)
+                values[(peaks < _USUAL[0]) | (peaks >= _USUAL[1])] = 0
+                codes, *others = affine(values, self.bits)
+                if self.tensor == CODES:
+                    found = pack(codes, self.bits)
+                else:
+                    found = rounded(others[self.tensor - SCALES], self.cast)[:, None]
+                rows[start : start + step] = found.view(np.uint8)
+        return out
+
+
+@dataclass(frozen=True)
+class Float8Rule(_Rule):
+    """Codes of E4M3: those nearest to weights divided by the scales of their blocks."""
+
+    columns: int
+    """Weights of a row."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0 for all."""
+    quotient: DType = DType.F32
+    """The type that quotients are rounded to before: F32, F16 or BF16."""
+    scales: Array | None = field(default=None, compare=False, repr=False)
+    """A row for each row of blocks, once they are read."""
+
+    @property
+    def kind(self) -> GgufType:
+        """A weight, whose code is a byte."""
+        return GgufType("E4M3", 1, 1)
+
+    def is_possible(self, size: int, chunk_size: int = 0) -> bool:
+        """Return whether a part can have ``size`` bytes, in whole rows, and chunks of ``chunk_size``."""
+        if not self.columns or size % self.columns or not super().is_possible(size, chunk_size):
+            return False
+        rows, columns = self._grid(size)
+        return rows * columns <= MAX_SCALES
+
+    def scales_size(self, size: int) -> int:
+        """Return the bytes of the float32 scales of a part of ``size`` bytes."""
+        rows, columns = self._grid(size)
+        return rows * columns * 4
+
+    def _grid(self, size: int) -> tuple[int, int]:
+        height, width = self.block
+        rows = size // self.columns
+        return -(-rows // (height or rows)), -(-self.columns // (width or self.columns))
+
+    def kept_size(self, size: int) -> int:
+        """Return how many bytes are kept of a part of ``size`` bytes."""
+        return self.scales_size(size)
+
+    def with_scales(self, stored: bytes | memoryview, size: int) -> Self:
+        """Return the rule with the stored scales of a part of ``size`` bytes."""
+        scales = np.frombuffer(stored, "<f4").reshape(self._grid(size)).copy()
+        bits = scales.view(np.uint32)
+        is_tiny = bits & _MAGNITUDE < _LEAST_SCALE
+        bits[is_tiny] = bits[is_tiny] & ~_MAGNITUDE | _INFINITY
+        return replace(self, scales=scales)
+
+    def pack(self) -> bytes:
+        """Return the rule as bytes of a table."""
+        types = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.quotient]
+        height, width = self.block
+        return _RECORD.pack(0, _FLOAT8, *types, self.columns, height | width << 16)
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview) -> Self:
+        """Return the rule that bytes of a table hold, without scales.
+
+        Raises:
+            ColdDamaged: there is no such rule.
+        """
+        kind, _, source, quotient, columns, block = _RECORD.unpack(record)
+        if kind or source not in SOURCES or quotient not in SOURCES:
+            raise _unknown(record)
+        return cls(SOURCES[source], columns, (block & 0xFFFF, block >> 16), SOURCES[quotient])
+
+    def predict(self, read: Read, offset: int, size: int) -> Bytes:
+        """Return ``size`` codes from ``offset`` on.
+
+        Takes ``read`` as :meth:`QuantRule.predict`. The result is valid until this thread's next call.
+        """
+        weights = read(self.source_size(offset), self.source_size(size)).view(
+            NUMPY_TYPES[self.dtype]
+        )
+        out = scratch("quantized", size)
+        done = 0
+        with np.errstate(all="ignore"):
+            for factors in self._factors(offset, offset + size):
+                count = factors.size
+                values = to_float32(weights[done : done + count])
+                values /= factors.reshape(-1)
+                out[done : done + count] = self._codes(values)
+                done += count
+        return out
+
+    def _factors(self, begin: int, end: int) -> Iterator[Array]:
+        """Yield the scales of the elements of a range: those of some rows, or of a part of a row."""
+        height, width = self.block
+        if self.scales is None:
+            raise ColdDamaged("codes of 8-bit floats cannot be computed without their scales")
+        while begin < end:
+            row, column = divmod(begin, self.columns)
+            wide = min(self.columns - column, end - begin)
+            count = 1
+            if wide == self.columns:
+                count = min((end - begin) // wide, max(_PIECE // wide, 1))
+            scales = self.scales[np.arange(row, row + count) // height if height else [0] * count]
+            places = np.arange(column, column + wide) // width if width else np.zeros(wide, np.intp)
+            yield scales.take(places, axis=1)
+            begin += count * wide
+
+    def _codes(self, values: Array) -> Array:
+        """Return the codes of quotients, which are overwritten; NaN counts as the least one."""
+        np.fmax(values, -_E4M3_MAX, out=values)
+        np.fmin(values, _E4M3_MAX, out=values)
+        if self.quotient is DType.BF16:
+            upper = rounded(values, self.quotient)
+        else:
+            if self.quotient is DType.F16:
+                values = rounded(values, self.quotient).astype(np.float32)
+            bits = values.view(np.uint32)
+            # The lowest bit of the upper half is set if any bit below is: those that decide are above it.
+            upper = ((bits & np.uint32(0xFFFF)) + np.uint32(0xFFFF) | bits) >> np.uint32(16)
+        found: Array = _e4m3_codes().take(upper)
+        return found
+
+
+Rule = QuantRule | AffineRule | Float8Rule
+
+
+def rule_of(record: bytes) -> Rule:
+    """Return the rule that bytes of a table hold.
+
+    Raises:
+        ColdDamaged: there is no such rule.
+    """
+    version = record[1]
+    if version == _AFFINE:
+        return AffineRule.unpack(record)
+    return Float8Rule.unpack(record) if version == _FLOAT8 else QuantRule.unpack(record)
+
+
+@cache
+def _e4m3_codes() -> Array:
+    """Return the codes nearest to the upper halves of float32, of at most 448."""
+    import ml_dtypes  # few blobs
+
+    halves = np.arange(1 << 15, dtype=np.uint32)
+    halves[:_TINY] = 0
+    values = np.fmin((halves << 16).view(np.float32), _E4M3_MAX)
+    codes = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.concatenate([codes, codes | np.uint8(0x80)])
+
+
+def _unknown(record: bytes | memoryview) -> ColdDamaged:
+    version = bytes(record)[1]
+    return ColdDamaged(
+        f"a rule of version {version} is unknown: {bytes(record).hex()}; a newer program may know it"
+    )
