@@ -45,6 +45,7 @@ from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
 from blobstore.sources.small_files import small_files
 from blobstore.sources.versions import SourceVersions
+from blobstore.store.fetched import mark_of
 from blobstore.store.locks import try_lock
 from blobstore.store.notes import NoteKind, read_own, write_own
 from blobstore.store.scan import walk_files
@@ -237,6 +238,7 @@ class Arrival(Fetch):
                 ImportOptions(),
                 progress=self.check_stopped,
                 planned=lambda plan: tree.memory.hold_blobs(len(plan.blobs)),
+                mark=mark_of((self.repository, self.commit)),
             )
         finally:
             source.close()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.pulled import Origin
     from blobstore.serve.visible import Visible
 
 _MAX_REVISION: Final = 255
@@ -95,10 +96,24 @@ def hidden_copy(library: Library, names: Sequence[Reference], everyone: Visible)
     """
     origins = library.origins(names)
     hidden = [one for one in origins.values() if one and not everyone.shows(one)]
-    if len(hidden) < len(names):
-        return None
-    repository = repository_of(*hidden[0].repository.split("/"))
-    return Asked.of(repository, hidden[0].commit) if repository else None
+    return _at(hidden[0]) if len(hidden) == len(names) else None
+
+
+def hidden_version(
+    library: Library, repository: Reference, asked: Asked, everyone: Visible
+) -> Asked | None:
+    """Return the restricted model of another repository that a commit of this one is a copy of, if there is one.
+
+    Raises NotPrepared.
+    """
+    origins = [one.origin for one in library.at_commit(any_tag(repository), asked.revision)]
+    hidden = [one for one in origins if one and not everyone.shows(one)]
+    return next((_at(one) for one in hidden if one.repository != asked.repository), None)
+
+
+def _at(origin: Origin) -> Asked | None:
+    repository = repository_of(*origin.repository.split("/"))
+    return Asked.of(repository, origin.commit) if repository else None
 
 
 def _is_revision(text: str) -> bool:

@@ -25,7 +25,6 @@ from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.names import repository_of
-from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
 from blobstore.store.scan import scan_folder, walk_files
 
@@ -159,13 +158,13 @@ class CacheLimit:
                 self._forget(origin)
 
     def _forget(self, origin: Origin) -> None:
-        """Remove a record, unless it alone hides a model from clients without access.
+        """Remove a record, unless it says who may read a model.
 
-        The model may be a copy under another name, or one whose name was removed or lost and can be restored.
+        The model may be a copy under another name, or one whose name was removed or lost and can be restored. Of one
+        that an earlier version of blobstore has fetched, the record alone says that it was fetched.
         """
         every = (self._manifests(reference) for reference in self._store.references())
-        # It may have changed since the caller has read it.
-        if self._pulled.is_public(origin.repository) or not any(
+        if origin.is_marked and not any(
             self._may_be(versions, origin) for versions in (*every, self._former(), self._lost())
         ):
             with self._store.writing():
@@ -176,7 +175,7 @@ class CacheLimit:
         commit = origin.repository, origin.commit
         try:
             return any(
-                source_of(self._store, Manifest.from_bytes(data)) == commit for _, data in versions
+                self._pulled.commit_of(Manifest.from_bytes(data)) == commit for _, data in versions
             )
         except (BlobstoreError, OSError):
             return True

@@ -20,7 +20,6 @@ from blobstore.manifests.model import Manifest
 from blobstore.serve.expiring import bounded
 from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag, name_of
-from blobstore.serve.pulled import source_of
 from blobstore.serve.tags import settled_until
 from blobstore.serve.unprepared import NotListed, UnknownSource, prepared
 from blobstore.store.history import read_former
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
-    from blobstore.serve.pulled import Commit, Origin, PulledModels
+    from blobstore.serve.pulled import Origin, PulledModels
     from blobstore.serve.tags import Tags
+    from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
 _DAMAGED_SECONDS: Final = 5.0
@@ -54,9 +54,10 @@ class Version(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What a manifest was imported from."""
+    """What a manifest was fetched from."""
 
     commit: Commit | None
+    is_brought: bool = False
     until: float = math.inf
     """Until when that holds."""
 
@@ -119,8 +120,9 @@ class Commits:
         """Return what names in the store were fetched from; nothing if no name was. Raises UnknownSource."""
         found: dict[Reference, Origin | None] = {}
         changed = []
-        now, records = time.monotonic(), self._pulled.records()
-        for reference in references if records else ():
+        now = time.monotonic()
+        self._pulled.records()  # looks at them, once for all names
+        for reference in references if self._pulled.is_cache else ():
             version = self._store.manifest_version(reference)
             known = self._sources.get(reference)
             if version is None:
@@ -128,7 +130,7 @@ class Commits:
             if known is None or known[0] != version or now >= known[1].until:
                 changed.append(reference)
             else:
-                found[reference] = records.get(known[1].commit) if known[1].commit else None
+                found[reference] = self._origin(known[1])
         if changed:
             raise UnknownSource(self._find_sources, tuple(changed))
         return found
@@ -140,10 +142,11 @@ class Commits:
                 self._sources[reference] = version, self._source(reference)
 
     def _source(self, reference: Reference, data: bytes | None = None) -> _Source:
-        """Return what a name was imported from, or what it was when it had the manifest ``data``."""
+        """Return what a name was fetched from, or what it was when it had the manifest ``data``."""
         try:
             manifest = self._store.resolve(reference) if data is None else Manifest.from_bytes(data)
-            return _Source(source_of(self._store, manifest))
+            commit = self._pulled.commit_of(manifest)
+            return _Source(commit, commit is not None and self._pulled.is_brought(manifest))
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.
@@ -151,7 +154,10 @@ class Commits:
                 one for one in self._pulled.all() if not self._pulled.is_public(one.repository)
             ]
             commit = (several[0].repository, several[0].commit) if several else None
-            return _Source(commit, time.monotonic() + _DAMAGED_SECONDS)
+            return _Source(commit, until=time.monotonic() + _DAMAGED_SECONDS)
+
+    def _origin(self, source: _Source) -> Origin | None:
+        return source.commit and self._pulled.get(source.commit, is_brought=source.is_brought)
 
     # Versions
 
@@ -182,12 +188,11 @@ class Commits:
         former: dict[Path, _Former] = {}
         for reference, path in self._store.names.former_files(self._tags.now(repository)):
             one = known.former.get(path) if known else None
-            if one is None or not one.is_known(bool(state.records)):
-                one = self._former(reference, path, with_source=bool(state.records))
+            if one is None or not one.is_known(self._pulled.is_cache):
+                one = self._former(reference, path, with_source=self._pulled.is_cache)
             if one is not None:
                 former[path] = one
-                origin = state.records.get(one.source.commit) if one.source.commit else None
-                version = Version(reference, one.key, origin)
+                version = Version(reference, one.key, self._origin(one.source))
                 versions[version.commit].append(version)
                 until = min(until, one.source.until)
         bounded(self._commits)[repository] = _Commits(state, until, dict(versions), former)

@@ -45,7 +45,7 @@ class FoundAt(NamedTuple):
     is_whole: bool = True
     """Whether the upstream has shown that the client may read all of the repository."""
     proven: tuple[str, ...] = ()
-    """Other commits that it was asked about for that, which the store has."""
+    """Other commits that the store has, and the upstream lets the client read."""
 
     @property
     def giver(self) -> str:
@@ -175,12 +175,13 @@ class Upstreams:
             is_whole = client.check_access(repository, there)
             asker = EVERYONE if token == self._token else client_of(token)
             stored = self._rights.unproven(repository, asker) if is_whole else []
-            is_whole = is_whole and all(client.has(repository, commit) for commit in stored)
+            proven = tuple(commit for commit in stored if client.has(repository, commit))
+            is_whole = is_whole and len(proven) == len(stored)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
         found = found._replace(repository=repository, commit=there.commit)
         return found._replace(
-            peer=peer, description=there.description, is_whole=is_whole, proven=tuple(stored)
+            peer=peer, description=there.description, is_whole=is_whole, proven=proven
         )

@@ -20,7 +20,6 @@ from blobstore.serve.arrivals import Arrival
 from blobstore.serve.asked import check_given, names_of
 from blobstore.serve.expiring import Expiring, bounded
 from blobstore.serve.names import any_tag, repository_of
-from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import UPSTREAM
 from blobstore.serve.unprepared import prepared
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library
     from blobstore.serve.peers import Peers
-    from blobstore.serve.pulled import Commit, Origin
+    from blobstore.serve.pulled import Origin
+    from blobstore.store.fetched import Commit
     from blobstore.store.names import NameUpdate
 
 _REFUSED_SECONDS: Final = 5.0
@@ -147,7 +147,8 @@ class ModelFetches:
 
     def _stored(self, commit: str) -> list[Manifest]:
         """Return what the store has of a commit, in all repositories: one may be another one that was renamed."""
-        same = [one for one in self._library.pulled.records() if one[1] == commit]
+        pulled = self._library.pulled
+        same = [one for one in (*pulled.records(), *pulled.incomplete) if one[1] == commit]
         return [manifest for one in same for manifest in self._names_of(one).values()]
 
     def _drop(self, arrival: Arrival) -> None:
@@ -161,7 +162,7 @@ class ModelFetches:
         with self._store.writing(), self._store.exclusive_lock():
             for former in self._store.names.former(None):
                 with contextlib.suppress(BlobstoreError):
-                    if source_of(self._store, Manifest.from_bytes(former.data)) == key:
+                    if self._library.pulled.commit_of(Manifest.from_bytes(former.data)) == key:
                         former.path.unlink(missing_ok=True)
         arrival.dropped = {blob.digest for one in names.values() for blob in one.blobs}
         self._library.forget_all(*(Digest.of(one.to_bytes()) for one in names.values()))

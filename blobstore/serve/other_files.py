@@ -21,7 +21,6 @@ from blobstore.serve.expiring import Expiring
 from blobstore.serve.fetch import Fetch
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.names import any_tag
-from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.unprepared import NotFetched, wait_for
 
@@ -121,7 +120,7 @@ class OtherFile(Fetch):
     def _is_wanted(self, reference: Reference, manifest: Manifest) -> bool:
         with contextlib.suppress(BlobstoreError):  # another one is damaged
             return self._library.pulled.has_given(reference) and (
-                source_of(self._store, manifest) == (self.repository, self.commit)
+                self._library.pulled.commit_of(manifest) == (self.repository, self.commit)
             )
         return False
 

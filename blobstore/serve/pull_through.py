@@ -27,7 +27,7 @@ from blobstore.core import capacity
 from blobstore.errors import BlobstoreError, InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
-from blobstore.serve.asked import Asked, hidden_copy
+from blobstore.serve.asked import Asked, hidden_copy, hidden_version
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
@@ -341,18 +341,27 @@ class PullThrough:
             names = [asked.reference] if asked else self._library.stored_tags(repository)
             if not names or not all(map(self._library.is_own, names)):
                 return None
-            copied = hidden_copy(self._library, names, everyone)
-            right = self._judged(copied, token, self._ask)[1] if copied else None
-            return Visible.of(self._library, right.opens) if right else everyone
+            return self._with_copied(everyone, hidden_copy(self._library, names, everyone), token)
         if asked is None:
-            is_settled = everyone.has(repository)
-        else:
-            held = asked.held(everyone)
+            return everyone if everyone.has(repository) else None
+        held = asked.held(everyone)
+        if held is not None:
+            is_own = held.origin is None or held.origin.is_brought
             # Peers do not decide what the store has: each would give its version to the others.
-            is_settled = held is not None and (
-                held.origin is None or (held.manifest is not None and not has_upstream)
-            )
-        return everyone if is_settled else None
+            return everyone if is_own or (held.manifest and not has_upstream) else None
+        copied = (
+            hidden_version(self._library, repository, asked, everyone) if has_upstream else None
+        )
+        return self._with_copied(everyone, copied, token) if copied else None
+
+    def _with_copied(self, everyone: Visible, copied: Asked | None, token: str) -> Visible:
+        """Return the models that everyone may read, and the version that the operator has copied, if it is another one.
+
+        Raises NotFetched, and Refusal if the client may not read that.
+        """
+        if copied is None:
+            return everyone
+        return Visible.of(self._library, self._judged(copied, token, self._ask)[1].opens)
 
     def _repository(
         self, request: Request, repository: Reference, token: str, target: Target
@@ -382,19 +391,25 @@ class PullThrough:
         The upstream is asked about absent repositories, too, so that the answers do not differ.
         """
         name, client = name_of(repository), client_of(token)
-        recorded = self._library.pulled.of_repository(name)
-        revision = next((one.commit for one in recorded if not one.peer), MAIN)
-        asked = Asked(Reference(*repository.parts[:3], tag_of(revision)), name, revision)
-        if (right := self._right(asked, client)) is not None:
-            return Visible.of(self._library, right.opens)
-        try:
-            self._check_refusal(asked.reference, client)
-        except Refusal:
-            everyone = Visible.of(self._library)
-            if everyone.tags(repository):  # others than those that were fetched
-                return everyone
-            raise
-        raise NotFetched(self._ask, asked, token)
+        recorded = [one.commit for one in self._library.pulled.of_repository(name) if not one.peer]
+        if opened := self._rights.opened(client, name, recorded):
+            return Visible.of(self._library, opened)
+        refused = no_model()
+        # The upstream may have dropped the version that the store has: then it is asked for what it has now.
+        for revision in (*recorded[:1], MAIN):
+            asked = Asked(Reference(*repository.parts[:3], tag_of(revision)), name, revision)
+            if (right := self._right(asked, client)) is not None:
+                return Visible.of(self._library, right.opens)
+            refusal = self._refusals.get((asked.reference, client))
+            if refusal is None:
+                raise NotFetched(self._ask, asked, token)
+            refused = refusal.again()
+            if refused.code != "RevisionNotFound":
+                break
+        everyone = Visible.of(self._library)
+        if everyone.tags(repository):  # others than those that were fetched
+            return everyone
+        raise refused
 
     # Work on threads
 
@@ -445,7 +460,7 @@ class PullThrough:
                 if is_public:
                     only = origin.commit if origin.peer else ""
                     right = Right(origin.peer, EVERYONE, asked.repository, only, now, now + holds)
-                    self._rights.give(right)
+                    self._rights.give(right, {origin.commit})
             else:
                 message = "the upstream cannot be reached, or does not answer as a Hub"
                 self._refuse(asked, client, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
@@ -462,6 +477,8 @@ class PullThrough:
         # Long enough for the next request to use the answer.
         holds = max(self._fresh, 1)
         if found.repository != asked.repository:
+            if found.giver == UPSTREAM:
+                self._library.pulled.note_renamed(asked.repository, found.repository)
             requested, asked = any_tag(asked.reference), asked.called(found.repository)
             self._renamed.set(requested, any_tag(asked.reference), holds)
         client = EVERYONE if found.is_peer else client

@@ -1,8 +1,11 @@
 """The records of fetched models: a small file for each commit, and one for each repository.
 
-The record of a commit is written before the model gets its name, so no crash leaves a fetched model that looks like
-one of the store's own. Its time is that of the last use. The record of a repository is written before those of its
-commits, and says whether the upstream gives it to everyone.
+The record of a commit is written before the model gets its name. Its time is that of the last use. The record of a
+repository is written before those of its commits, and says whether the upstream gives it to everyone, or by which
+name it knows the repository now: then that one's record says it.
+
+The model itself says that it was fetched, see :mod:`blobstore.store.fetched`. Without a record, it is for nobody until
+the upstream has been asked again.
 """
 
 from __future__ import annotations
@@ -28,21 +31,21 @@ from blobstore.core.files import (
     write_file,
 )
 from blobstore.errors import BlobstoreError, StoreError
-from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
+from blobstore.store.fetched import BROUGHT, fetched_from, record_name
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.manifests.model import Manifest
     from blobstore.sources.hub_listing import Listing
+    from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
-Commit = tuple[str, str]
-"""A repository of an upstream, and the name of a commit."""
 _MAX_RECORD: Final = 64 << 20
 _SETTLED_NS: Final = 2 * 10**9
 """Nanoseconds after which another change of a folder cannot have the same time."""
@@ -62,6 +65,10 @@ class Origin:
     """The peer that said what the commit is; empty if the upstream did."""
     others: Listing = field(default_factory=dict, repr=False)
     """The files that were not fetched with the model, and are fetched when a client asks for them."""
+    is_marked: bool = True
+    """Whether its models say that they were fetched. Those of earlier versions of blobstore do not."""
+    is_brought: bool = False
+    """Whether the user has brought the model from elsewhere, too, so that it is for everyone."""
 
     @property
     def all_plain(self) -> Mapping[str, str]:
@@ -81,6 +88,7 @@ class Origin:
             "plain": dict(self.plain),
             "peer": self.peer,
             "others": list(self.others.values()),
+            "marked": self.is_marked,
         }
         return strict_json.dumps(value).encode()
 
@@ -93,6 +101,8 @@ class _Record(NamedTuple):
     """None in the record of a repository."""
     is_public: bool | None
     """None in the record of a commit, unless a former version of blobstore wrote it."""
+    name: str = ""
+    """The present name of a repository that was renamed."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Record:
@@ -100,12 +110,14 @@ class _Record(NamedTuple):
         value = strict_json.loads(data)
         try:
             repository, public = value["repository"], value.get("public")
+            name = value.get("name", "")
             origin = _origin_of(value) if "commit" in value else None
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError("malformed record") from error
-        if not isinstance(repository, str) or (origin is None and not isinstance(public, bool)):
+        is_typed = isinstance(repository, str) and isinstance(name, str)
+        if not is_typed or (origin is None and not isinstance(public, bool)):
             raise ValueError("malformed record")
-        return cls(repository, origin, None if public is None else public is True)
+        return cls(repository, origin, None if public is None else public is True, name)
 
     def short(self) -> _Record:
         """See :meth:`Origin.short`."""
@@ -115,7 +127,8 @@ class _Record(NamedTuple):
 def _origin_of(value: dict[str, Any]) -> Origin:
     others = {name: ListedFile(name, *rest) for name, *rest in value.get("others", ())}
     plain, peer = dict(value["plain"]), value.get("peer", "")
-    made = Origin(value["repository"], value["commit"], plain, peer, others)
+    is_marked = value.get("marked") is True
+    made = Origin(value["repository"], value["commit"], plain, peer, others, is_marked)
     names = (made.commit, *made.plain.values())
     if (
         not isinstance(made.peer, str)
@@ -135,8 +148,7 @@ def _is_sound(file: ListedFile) -> bool:
 class PulledModels:
     """The records of a store. Threads may share it.
 
-    Until :meth:`own`, each look finds the records that other processes have written by then. A model whose record is
-    damaged still counts as fetched, and as restricted.
+    Until :meth:`own`, each look finds the records that other processes have written by then.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -152,9 +164,16 @@ class PulledModels:
         """The records. The mapping is replaced and never changed, so that readers need no lock."""
         self._public: dict[str, bool] = {}
         """Whether the upstream gives a repository to everyone. A peer does not know."""
-        self._restricted: frozenset[str] = frozenset()
+        self._renamed: dict[str, str] = {}
+        """The present names of repositories that the upstream has renamed."""
+        self._known: frozenset[str] = frozenset()
+        self._open: frozenset[str] = frozenset()
+        self._unmarked: frozenset[str] = frozenset()
+        """The names of records whose models need not say that they were fetched; of damaged ones, that is unknown."""
+        self.is_cache = False
+        """Whether a server has ever fetched into the store."""
         self.incomplete: set[Commit] = set()
-        """Commits whose records are damaged, which only a fetch writes again."""
+        """Commits of models without a record, which only a fetch writes again."""
         self._used: dict[Commit, float] = {}
         """When models were last used by this process; below, when that was noted."""
         self._noted: dict[Commit, float] = {}
@@ -164,7 +183,7 @@ class PulledModels:
     def own(self) -> None:
         """Look at the folder for the last time: from now on, no other process may write records."""
         self._look()
-        self._is_own = True
+        self._is_own = self.is_cache = True
         with contextlib.suppress(OSError):
             for path in self._folder.glob(".name-*"):
                 if path.lstat().st_nlink == 1:  # the name was removed, or has another model
@@ -200,46 +219,40 @@ class PulledModels:
                     continue
                 except (OSError, ValueError, BlobstoreError):
                     damaged.add(name)
-            self._files = files
+            self._files, self.is_cache = files, version is not None
             records = [record for _, record in files.values()]
-            if damaged:
-                lost = list(self._lost(damaged))
-                records += lost
-                self.incomplete.update(
-                    (one.repository, one.origin.commit) for one in lost if one.origin
-                )
             origins = [one.origin for one in records if one.origin is not None]
+            unmarked = {
+                record_name(one.repository, one.commit) for one in origins if not one.is_marked
+            }
+            self._unmarked = frozenset(damaged | unmarked)
             self._set(
-                {(one.repository, one.commit): one for one in origins}, _public_facts(records)
+                {(one.repository, one.commit): one for one in origins},
+                _public_facts(records),
+                {one.repository: one.name for one in records if one.name},
             )
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
 
-    def _lost(self, damaged: set[str]) -> Iterator[_Record]:
-        """Yield records in place of damaged ones, from the sources of the store's models."""
-        for data in self._manifests():
-            commit = None
-            with contextlib.suppress(BlobstoreError):
-                commit = source_of(self._store, Manifest.from_bytes(data))
-            if commit is not None and self._path(*commit).name in damaged:
-                yield _Record(commit[0], Origin(*commit), None)
-
-    def _manifests(self) -> Iterator[bytes]:
-        """Yield the manifests of all names, as far as they can be read, and those that names had before."""
-        for reference in self._store.references():
-            with contextlib.suppress(BlobstoreError):
-                yield self._store.read_manifest(reference)
-        for former in self._store.names.former(None):
-            yield former.data
-
-    def _set(self, records: dict[Commit, Origin], public: dict[str, bool]) -> None:
-        self._records, self._public = records, public
+    def _set(
+        self, records: dict[Commit, Origin], public: dict[str, bool], renamed: dict[str, str]
+    ) -> None:
+        self._records, self._public, self._renamed = records, public, renamed
         # A repository about which no upstream was asked has only commits from peers.
-        self._restricted = frozenset(
-            {one for one, is_public in public.items() if not is_public}
-            | {one.repository for one in records.values() if not one.peer} - public.keys()
-        )
+        asked = public.keys() | {one.repository for one in records.values() if not one.peer}
+        by_peers = {one.repository for one in records.values()} - asked
+        self._known = frozenset(asked | by_peers)
+        is_open = by_peers | {one for one, is_public in public.items() if is_public}
+        self._open = frozenset(is_open | {one for one in renamed if self.present(one) in is_open})
+
+    def present(self, repository: str) -> str:
+        """Return the present name of a repository, as far as the upstream has said it."""
+        seen = {repository}
+        while (name := self._renamed.get(repository, "")) and name not in seen:
+            seen.add(name)
+            repository = name
+        return repository
 
     def keep(self, origin: Origin, *, is_public: bool | None) -> None:
         """Record durably that a commit is being fetched, and whether everyone may read its repository.
@@ -249,26 +262,40 @@ class PulledModels:
         Raises:
             StoreError: the store cannot be written.
         """
+        key = (origin.repository, origin.commit)
         if is_public is not None:
             self._write_public(origin.repository, is_public=is_public)
-        self._write(self._path(origin.repository, origin.commit), origin.to_bytes())
+        if record_name(*key) in self._unmarked:  # there may be copies of what was fetched before
+            origin = replace(origin, is_marked=False)
+        self._write(self._path(*key), origin.to_bytes())
         with self._lock:
-            records = self._records | {(origin.repository, origin.commit): origin.short()}
-            self._set(records, self._public)
-            self.incomplete.discard((origin.repository, origin.commit))
+            self._set(self._records | {key: origin.short()}, self._public, self._renamed)
+            self.incomplete.discard(key)
 
     def note_public(self, repository: str, *, is_public: bool) -> None:
         """Note whether everyone may read a repository now, if anything of it was fetched. Raises as :meth:`keep`."""
         if self.of_repository(repository):
             self._write_public(repository, is_public=is_public)
 
-    def _write_public(self, repository: str, *, is_public: bool) -> None:
+    def note_renamed(self, repository: str, name: str) -> None:
+        """Note that the upstream calls a repository by another name now, if anything of it was fetched by its former one.
+
+        Raises as :meth:`keep`.
+        """
+        if self.of_repository(repository):
+            self._write_public(repository, is_public=False, name=name)
+
+    def _write_public(self, repository: str, *, is_public: bool, name: str = "") -> None:
         path = self._path(repository)
-        if self._public.get(repository) != is_public or not is_there(path):
+        now = self._public.get(repository), self._renamed.get(repository, "")
+        if now != (is_public, name) or not is_there(path):
             value = {"repository": repository, "public": is_public}
+            value |= {"name": name} if name else {}
             self._write(path, strict_json.dumps(value).encode())
             with self._lock:
-                self._set(self._records, self._public | {repository: is_public})
+                renamed = {one: it for one, it in self._renamed.items() if one != repository}
+                renamed |= {repository: name} if name else {}
+                self._set(self._records, self._public | {repository: is_public}, renamed)
 
     def _write(self, path: Path, data: bytes) -> None:
         with self._store.writing():
@@ -302,14 +329,15 @@ class PulledModels:
                 return
             self._path(*key).unlink(missing_ok=True)
             records = {one: found for one, found in self._records.items() if one != key}
-            public = self._public
+            public, renamed = self._public, self._renamed
             if not any(
                 repository == origin.repository for repository, _ in (*records, *self._held)
             ):
                 # Last: commits without it count as restricted.
                 self._path(origin.repository).unlink(missing_ok=True)
                 public = {one: it for one, it in public.items() if one != origin.repository}
-            self._set(records, public)
+                renamed = {one: it for one, it in renamed.items() if one != origin.repository}
+            self._set(records, public, renamed)
 
     def give(self, reference: Reference, manifest: Manifest) -> None:
         """Note that a fetch has given a name this manifest, if it still has it.
@@ -383,7 +411,7 @@ class PulledModels:
             return False
         try:
             noted = strict_json.loads(read_regular(self._note(reference), _MAX_RECORD))
-            commit = source_of(self._store, self._store.resolve(reference))
+            commit = self.commit_of(self._store.resolve(reference))
             return commit is not None and noted == [str(reference), *commit]
         except StoreError:
             raise
@@ -412,42 +440,67 @@ class PulledModels:
         """Return the same as a list."""
         return list(self.records().values())
 
-    def of_repository(self, repository: str) -> Iterable[Origin]:
+    def of_repository(self, repository: str) -> Sequence[Origin]:
         """Return the commits of a repository."""
         return [origin for origin in self.all() if origin.repository == repository]
 
     def is_public(self, repository: str) -> bool:
-        """Return whether everyone may read all that was fetched of a repository."""
-        return repository not in self.restricted()
+        """Return whether everyone may read all that was fetched of a repository, if there is anything."""
+        return repository in self.open() or repository not in self._known
 
-    def restricted(self) -> frozenset[str]:
-        """Return the repositories that not everyone may read."""
+    def open(self) -> frozenset[str]:
+        """Return the repositories that everyone may read. No other one is for everyone."""
         self._look()
-        return self._restricted
+        return self._open
 
-    def origin(self, manifest: Manifest) -> Origin | None:
-        """Return the commit that a model was fetched from; None if it is one of the store's own.
+    def commit_of(self, manifest: Manifest) -> Commit | None:
+        """Return the commit that a model was fetched from, also if it was brought; None for the store's own models.
 
         Raises:
-            BlobMissing, BlobDamaged: its source layer cannot be read.
+            BlobMissing, BlobDamaged: an earlier version of blobstore may have fetched it, and its source layer cannot
+                be read.
         """
-        return None if not self.records() else self.get(source_of(self._store, manifest))
+        self._look()
+        commit = fetched_from(manifest) if self.is_cache else None
+        if commit is None and self._unmarked:
+            found = source_of(self._store, manifest)
+            commit = found if found and record_name(*found) in self._unmarked else None
+        return commit
+
+    def is_brought(self, manifest: Manifest) -> bool:
+        """Return whether the user has brought a model from elsewhere that was fetched there."""
+        key = Digest.of(manifest.to_bytes())
+        return self._store.read_note(BROUGHT, key) is not None
+
+    def origin(self, manifest: Manifest) -> Origin | None:
+        """Return the commit that a model was fetched from; None for the store's own models. Raises as :meth:`commit_of`."""
+        commit = self.commit_of(manifest)
+        return commit and self.get(commit, is_brought=self.is_brought(manifest))
+
+    def get(self, commit: Commit, *, is_brought: bool = False) -> Origin | None:
+        """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says.
+
+        If the model ``is_brought``, it may be one of the store's own alone: then return None.
+        """
+        known = self._records.get(commit)
+        if is_brought:
+            return known and replace(known, is_brought=True)
+        if known is None:
+            self.incomplete.add(commit)
+        return known or Origin(*commit)
 
     def with_others(self, origin: Origin) -> Origin:
         """Return a record with its other files, which are read for that."""
         with contextlib.suppress(OSError, ValueError, BlobstoreError):
             path = self._path(origin.repository, origin.commit)
             found = _Record.from_bytes(read_regular(path, _MAX_RECORD)).origin
-            return found if found is not None and found.short() == origin else origin
+            if found is not None and found.short() == replace(origin, is_brought=False):
+                return replace(origin, others=found.others)
         return origin
-
-    def get(self, commit: Commit | None) -> Origin | None:
-        """Return the record of a commit; None if it was not fetched."""
-        return None if commit is None else self.records().get(commit)
 
     def is_of_peer(self, commit: Commit) -> bool:
         """Return whether only a peer has given what the store has of a commit, which the upstream may have otherwise."""
-        origin = self.get(commit)
+        origin = self.records().get(commit)
         return origin is not None and origin.peer != ""
 
     def touch(self, origin: Origin) -> None:
@@ -468,7 +521,7 @@ class PulledModels:
 
     def _path(self, repository: str, commit: str = "") -> Path:
         """Return the path of the record of a commit, or of a repository."""
-        return self._folder / Digest.of(f"{repository}@{commit}".encode()).hex
+        return self._folder / record_name(repository, commit)
 
 
 def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:

@@ -1,8 +1,9 @@
 """The ledger of rights: which clients may read the models of an upstream or a peer, who said so, and until when.
 
-Only the upstream gives rights to a repository, and only the upstream takes them back. If it was asked about a
-revision without a file that can be gated, its answer opens that commit alone. A peer does not know the rights
-of clients: its answer opens the commit that comes from it, unless the upstream has restricted the repository.
+Only the upstream gives rights to a repository, and only the upstream takes them back. A right opens the stored commits
+that the upstream has given with it, and no other, because a repository of that name may be another one by now. If it
+was asked about a revision without a file that can be gated, its answer opens that commit alone. A peer does not know
+the rights of clients: its answer opens the commit that comes from it, unless the upstream has restricted the repository.
 
 A refusal takes back every right that it contradicts: the client's, and if the client is everyone, also those that
 peers have given. It says nothing about other clients. The refusal of a token says nothing about everyone, because the
@@ -16,15 +17,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from blobstore.serve.expiring import MAX_KNOWN, bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from blobstore.serve.pulled import Origin, PulledModels
+    from blobstore.store.fetched import Commit
 
 EVERYONE: Final = ""
 """Stands for all clients without a token for the upstream, for whom the server may use one of its own."""
@@ -32,7 +34,6 @@ PUBLIC: Final = "public"
 """Stands for clients for whom the upstream is asked without any token, if the server has one of its own."""
 UPSTREAM: Final = ""
 """The giver of rights to whole repositories. Every other giver is a peer."""
-NOTHING: Final = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,14 @@ class Right:
     asked: float
     """When its giver was asked."""
     until: float
+    proven: frozenset[str] = frozenset()
+    """The commits that the upstream has given with it. Of a restricted repository, it opens these and no other."""
 
     @property
-    def opens(self) -> tuple[str, str]:
-        """The restricted repository, and the only commit of it, that it opens: none if a peer gave it."""
-        return (self.repository, self.commit) if self.giver == UPSTREAM else NOTHING
+    def opens(self) -> frozenset[Commit]:
+        """The restricted commits that it opens: none if a peer gave it."""
+        proven = self.proven if self.giver == UPSTREAM else ()
+        return frozenset((self.repository, commit) for commit in proven)
 
 
 class Rights:
@@ -71,8 +75,6 @@ class Rights:
         self._noting = threading.Lock()
         self._rights: dict[tuple[str, str, str], Right] = {}
         """By repository, client and commit."""
-        self._proven: dict[tuple[str, str], frozenset[str]] = {}
-        """The commits that the upstream has given with rights to whole repositories, by repository and client."""
         self._refused: dict[tuple[str, str], float] = {}
         """When the upstream last refused a repository to a client."""
 
@@ -80,16 +82,15 @@ class Rights:
         """Note a right. A peer's right without a commit would open a whole repository, so it is ignored.
 
         Args:
-            right: the right.
+            right: the right, without what it proves.
             proven: the commits that the upstream has given to the client with it.
         """
         if right.giver == UPSTREAM or right.commit:
             with self._lock:
                 repository, client = right.repository, right.client
-                if not right.commit:
-                    before = self._proven_by(repository, client)
-                    bounded(self._proven)[repository, client] = before.union(proven)
-                bounded(self._rights)[repository, client, right.commit] = right
+                before = {right.commit} if right.commit else self._proven_by(repository, client)
+                proving = replace(right, proven=frozenset(before).union(proven))
+                bounded(self._rights)[repository, client, right.commit] = proving
 
     def take_back(self, repository: str, client: str) -> None:
         """Note that the upstream refuses a repository to a client."""
@@ -105,27 +106,34 @@ class Rights:
                 self._refused[repository, self.public] = time.monotonic()
 
     def of(self, client: str, repository: str, commit: str = "") -> Right | None:
-        """Return the right by which a client may read a repository now, or at least a commit of it."""
+        """Return the right by which a client may read a commit now; without a commit, something of the repository."""
+        is_public = self._pulled.is_public(repository)
         keys = [(repository, one, which) for which in ("", commit) for one in (EVERYONE, client)]
-        return self._first(repository, keys)
+        return next(
+            (it for it in self._valid(keys) if not commit or is_public or commit in it.proven), None
+        )
+
+    def opened(self, client: str, repository: str, commits: Iterable[str]) -> frozenset[Commit]:
+        """Return what a client may read of a restricted repository, of which the store has some commits."""
+        several = [(repository, one, it) for it in ("", *commits) for one in (EVERYONE, client)]
+        return frozenset(commit for right in self._valid(several) for commit in right.opens)
 
     def is_public(self, repository: str) -> bool:
         """Return whether the upstream gives a repository to those who show no token at all."""
-        return self._first(repository, [(repository, self.public, "")]) is not None
+        return any(self._valid([(repository, self.public, "")]))
 
-    def _first(self, repository: str, keys: list[tuple[str, str, str]]) -> Right | None:
-        is_public = self._pulled.is_public(repository)
+    def _valid(self, keys: Iterable[tuple[str, str, str]]) -> Iterator[Right]:
+        """Yield the rights that hold now."""
         now = time.monotonic()
         for key in keys:
             right = self._rights.get(key)
             if (
                 right is not None
-                and (is_public or right.giver == UPSTREAM)
+                and (right.giver == UPSTREAM or self._pulled.is_public(right.repository))
                 and now < right.until
                 and right.asked > self._refused.get(key[:2], 0.0)
             ):
-                return right
-        return None
+                yield right
 
     def unproven(self, repository: str, client: str) -> list[str]:
         """Return the stored commits that a right to the whole of a repository would open to a client for the first time.
@@ -143,7 +151,7 @@ class Rights:
         right = self._rights.get((repository, client, ""))
         if right is None or right.asked <= self._refused.get((repository, client), 0.0):
             return frozenset()
-        return self._proven.get((repository, client), frozenset())
+        return right.proven
 
     def lets_peers(self, repository: str) -> bool:
         """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about."""

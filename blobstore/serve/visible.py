@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Origin
     from blobstore.sources.hub_listing import ListedFile
+    from blobstore.store.fetched import Commit
 
 _Served = TypeVar("_Served", "ServedModel", "Artifact")
 
@@ -36,10 +37,10 @@ class Visible:
     """The models of a library that a client may read, as of now."""
 
     _library: Library
-    _restricted: Collection[str]
-    """The repositories of the upstream that are not for everyone."""
-    _opened: tuple[str, str] = ("", "")
-    """The restricted repository that the client may read, and the only commit of it; an empty one stands for all."""
+    _open: Collection[str]
+    """The repositories of the upstream that are for everyone."""
+    _opened: frozenset[Commit] = frozenset()
+    """The commits of other repositories that the client may read."""
     _asked: Reference | None = None
     """The repository that the client asks for."""
     _named: Reference | None = None
@@ -50,9 +51,9 @@ class Visible:
     """Returns a file that the store lacks, as it arrives; None if such files cannot be fetched."""
 
     @classmethod
-    def of(cls, library: Library, opened: tuple[str, str] = ("", "")) -> Visible:
-        """Return the models that everyone may read, and the repository or commit ``opened``. Raises StoreError."""
-        return cls(library, library.pulled.restricted(), opened)
+    def of(cls, library: Library, opened: frozenset[Commit] = frozenset()) -> Visible:
+        """Return the models that everyone may read, and the commits ``opened``. Raises StoreError."""
+        return cls(library, library.pulled.open(), opened)
 
     def named(self, asked: Reference, name: Reference) -> Visible:
         """Return the same for a client that asks for a repository which has another name here."""
@@ -60,10 +61,9 @@ class Visible:
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read a model of this origin. None stands for the store's own models."""
-        if origin is None or origin.repository not in self._restricted:
+        if origin is None or origin.is_brought or origin.repository in self._open:
             return True
-        repository, commit = self._opened
-        return origin.repository == repository and commit in ("", origin.commit)
+        return (origin.repository, origin.commit) in self._opened
 
     def _only(self, found: _Served | None) -> _Served | None:
         return found if found is not None and self.shows(found.origin) else None
@@ -71,7 +71,7 @@ class Visible:
     def _seen(self, references: Iterable[Reference]) -> list[Reference]:
         """Return those of names in the store that are served and seen. Raises NotPrepared."""
         allowed = list(filter(self._library.is_allowed, references))
-        origins = self._library.origins(allowed) if self._restricted else {}
+        origins = self._library.origins(allowed)
         return [one for one in allowed if self.shows(origins.get(one))]
 
     __call__ = _seen  # equal values see the same, which nobody knows of their methods
@@ -86,8 +86,7 @@ class Visible:
         """Return whether a repository has a tag. Raises NotPrepared."""
         arriving = self._library.arriving_in(repository).values()  # first: what ends is stored
         tags = self._library.stored_tags(repository)
-        is_there = bool(self._seen(tags) if self._restricted else tags)
-        return is_there or any(self.shows(model.origin) for model in arriving)
+        return bool(self._seen(tags)) or any(self.shows(model.origin) for model in arriving)
 
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository, sorted. Raises NotPrepared."""
@@ -223,7 +222,7 @@ class Visible:
             if self.shows(artifact.origin) and artifact.has(digest):
                 yield artifact
         for tag in self._library.tags.having(
-            repository, digest, Visible(self._library, self._restricted, self._opened)
+            repository, digest, Visible(self._library, self._open, self._opened)
         ):
             found = self.artifact(tag)
             if found is not None and not found.has(digest):

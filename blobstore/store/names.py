@@ -8,14 +8,13 @@ nothing. A name that has become free, or that has the same manifest by now, is g
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import make_folders, sync_folder, write_file
+from blobstore.core.files import is_there, make_folders, sync_folder, write_file
 from blobstore.errors import (
     BlobDamaged,
     BlobstoreError,
@@ -27,7 +26,9 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.store.fetched import BROUGHT, fetched_from, record_name
 from blobstore.store.history import FormerManifest, History, WholeHistory
+from blobstore.store.notes import pack
 from blobstore.store.published import Published, remove_empty
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Names:
         Raises as :meth:`install`.
         """
         new = NewModel(update, manifest.to_bytes(), manifest.blobs)
-        return self.install([new], ingest=ingest)[0]
+        return self.install([new], ingest=ingest, is_brought=False)[0]
 
     def install(
         self,
@@ -205,11 +206,13 @@ class Names:
         signatures: Iterable[NewSignature] = (),
         *,
         ingest: Ingest | None = None,
+        is_brought: bool = True,
     ) -> list[bytes | None]:
         """Give names to models, all of them or none, and return what each replaces, as :meth:`place`.
 
         Signatures are durable before the first name, so that no policy finds a model without them. Within an
-        import, pass it: it waits longer for the lock.
+        import, pass it: it waits longer for the lock. ``is_brought`` is whether a user brings the manifests from
+        elsewhere, see :mod:`blobstore.store.fetched`.
 
         Raises:
             NameTaken: a name has changed since the caller looked; nothing changes.
@@ -229,6 +232,8 @@ class Names:
                     self._check(model)
                 former = []
                 for model in models:
+                    if is_brought:
+                        self._note_brought(model)
                     # Before the name is given: writing can also fail after the rename.
                     undo.callback(self._undo, model, self._data(model.update.reference))
                     former.append(self._give(model))
@@ -277,12 +282,6 @@ class Names:
             make_folders(folder, self._store.root)
         former = None
         found = self._data(reference)
-        if found == model.data:  # its writer may not have synced it
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            sync_folder(path.parent)
-            self.published.add(reference)
-            return None
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(InvalidManifest):
             found = found or self.published.lost_manifest(reference)
@@ -291,8 +290,19 @@ class Names:
                 # Before the new one is written: a crash in between loses neither.
                 self._history.keep(reference, found)
                 former = found
+        # Also if it has this manifest: a file that a server has linked as what it gave is no longer the name's.
         self._write(reference, model.data)
         return former
+
+    def _note_brought(self, model: NewModel) -> None:
+        """Note that a user brings a model which a server has fetched into another store."""
+        commit = fetched_from(Manifest.from_bytes(model.data))
+        records = self._store.folder("pulled")
+        if commit is not None and not is_there(records / record_name(*commit)):
+            key = Digest.of(model.data)
+            make_folders(self._layout.headers, self._store.root)
+            path = self._layout.headers / f"{key.hex}{BROUGHT.ending}"
+            write_file(path, [pack(BROUGHT, key, b"")], temporary=self._layout.temporary)
 
     def _data(self, reference: Reference) -> bytes | None:
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):

@@ -265,17 +265,18 @@ def import_source(
     executor: Executor | None = None,
     progress: Progress | None = None,
     planned: Callable[[ModelPlan], object] = lambda _: None,
+    mark: str = "",
 ) -> Created:
     """Import an open source, which stays open, with the arguments of :func:`create`. Raises as that, and NameTaken.
 
     ``started`` is when the import began, by the monotonic clock; by default now. ``planned`` is called with the plan
-    before anything is written.
+    before anything is written. ``mark`` is that of a model that a server fetches, see :mod:`blobstore.store.fetched`.
     """
     started = time.monotonic() if started is None else started
     reference = update.reference
     plan = options.plan(opened)
     planned(plan)
-    record, files, notices = _described(opened, plan, options, store)
+    record, files, notices = _described(opened, plan, options, store, mark)
     _check_name_free(store, update, record)
     total = sum(blob.size for blob in plan.blobs)
     total += sum(file.size for file in files if file.is_large())
@@ -292,7 +293,7 @@ def import_source(
             options = options.keeping(error.tensor for error in failed)
             plan = options.plan(opened)
         if kept:
-            record, files, notices = _described(opened, plan, options, store)
+            record, files, notices = _described(opened, plan, options, store, mark)
             notices += _kept(kept)
         added = [done[blob.name][1] for blob in plan.blobs]
         manifest = _add_files(opened, plan, files, ingest, added, pool)
@@ -373,11 +374,11 @@ def _with_space(store: LocalStore, blobs: Sequence[BlobPlan], total: int) -> Ite
 
 
 def _described(
-    opened: TensorSource, plan: ModelPlan, options: ImportOptions, store: LocalStore
+    opened: TensorSource, plan: ModelPlan, options: ImportOptions, store: LocalStore, mark: str
 ) -> tuple[SourceRecord, list[FileLayer], list[str]]:
     """Return the record of the source, the layers other than tensors, and the notices."""
     record, unkept = source_record(opened, plan.blobs, options)
-    layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+    layer = FileLayer(media_types.SOURCE, mark, record.to_bytes())
     files = [*stacks_layer(plan.blobs), *file_layers(opened), layer]
     return record, files, [*plan.notices, *unkept, *_same_imports(store, record, layer.data)]
 

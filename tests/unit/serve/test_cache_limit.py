@@ -30,6 +30,7 @@ from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
 from blobstore.serve.refusal import Refusal
 from blobstore.sources.open import open_source
+from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import write_folder
@@ -52,7 +53,8 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         source.repository, source.commit = f"org/{name}", str(number) * 40
         library.pulled.keep(Origin(source.repository, source.commit), is_public=True)
         with contextlib.closing(source):
-            import_source(source, replace_any(source.repository), store, ImportOptions())
+            mark = mark_of((source.repository, source.commit))
+            import_source(source, replace_any(source.repository), store, ImportOptions(), mark=mark)
         fetched = Reference.parse(source.repository)
         library.pulled.give(fetched, store.resolve(fetched))
     library.pulled.touch(Origin("org/b", "1" * 40))
@@ -238,29 +240,37 @@ def test_a_model_that_cannot_be_read_keeps_its_record(
     assert limit._pulled.origin(manifest) is not None
 
 
-def test_a_copy_of_a_restricted_model_keeps_the_record(
-    limit: CacheLimit, store: LocalStore
+@pytest.mark.parametrize("is_public", [True, False])
+def test_a_copy_of_a_model_keeps_the_record(
+    limit: CacheLimit, store: LocalStore, *, is_public: bool
 ) -> None:
-    for name in "ab":
-        copy_model(f"org/{name}", f"copy/{name}", store=store)
-        remove_models([f"org/{name}"], store=store)
-    limit._pulled.note_public("org/a", is_public=False)
+    copy_model("org/a", "copy/a", store=store)
+    remove_models(["org/a", "org/b"], store=store)
+    limit._pulled.note_public("org/a", is_public=is_public)
+    collect_garbage(store=store, older_than=0)
     limit.forget_removed()
     assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
+    found = ask(limit._library, "/copy/a/resolve/main/config.json").status
+    assert found == (HTTPStatus.OK if is_public else HTTPStatus.NOT_FOUND)
+    limit._library.release_idle(0)
     remove_models(["copy/a"], store=store)
     collect_garbage(store=store, older_than=0, force=True)
     limit.forget_removed()
     assert limit._pulled.all() == []
 
 
-def test_a_restricted_model_that_can_be_restored_keeps_its_record(
-    limit: CacheLimit, store: LocalStore
+def test_a_model_that_is_restored_after_its_record_is_gone_is_for_nobody(
+    limit: CacheLimit, store: LocalStore, tmp_path: Path
 ) -> None:
     limit._pulled.note_public("org/a", is_public=False)
-    remove_models(["org/a", "org/b"], store=store)
+    largest = max(store.resolve("org/a").blobs, key=lambda one: one.size)
+    remove_models(["org/a"], store=store)
+    path = Path(store.blob_path(largest.digest))
+    path.rename(tmp_path / "away")
     limit.forget_removed()
+    assert [origin.repository for origin in limit._pulled.all()] == ["org/b"]
+    (tmp_path / "away").rename(path)
     restore_model("org/a", store=store)
-    assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
     assert ask(limit._library, "/org/a/resolve/main/config.json").status == HTTPStatus.NOT_FOUND
 
 
@@ -283,7 +293,7 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     limit._pulled.note_public("org/a", is_public=False)
     limit._remove(removed)
     assert names(store) == ["a", "b"]
-    assert limit._pulled.restricted() == {"org/a"}
+    assert not limit._pulled.is_public("org/a")
 
 
 def test_a_name_of_the_operators_stays_though_its_commit_was_fetched_under_another(

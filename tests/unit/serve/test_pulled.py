@@ -18,10 +18,13 @@ from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
 ORIGIN = Origin("org/model", "a" * 40, {"config.json": "b" * 40})
+OLD = replace(ORIGIN, is_marked=False)
+"""Of a version of blobstore whose models do not say that they were fetched."""
 FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
 
 
@@ -36,7 +39,8 @@ def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
         source.repository, source.commit = origin.repository, origin.commit
         reference = Reference.parse(origin.repository)
         update = store.names.seen(reference)
-        import_source(source, update, store, ImportOptions(), started=0.0)
+        mark = mark_of((origin.repository, origin.commit)) if origin.is_marked else ""
+        import_source(source, update, store, ImportOptions(), started=0.0, mark=mark)
 
 
 def test_a_record_survives_the_process(store: LocalStore) -> None:
@@ -102,19 +106,17 @@ def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
     for path in store.folder("pulled").iterdir():
         path.write_bytes(data)
     pulled = PulledModels(store)
-    lost = Origin(ORIGIN.repository, ORIGIN.commit)
-    assert pulled.all() == [lost]
-    assert pulled.origin(store.resolve("org/model")) == lost
+    assert pulled.origin(store.resolve("org/model")) == Origin(ORIGIN.repository, ORIGIN.commit)
+    assert ORIGIN.repository not in pulled.open()
     assert pulled.incomplete == {(ORIGIN.repository, ORIGIN.commit)}
-    assert not pulled.is_public(ORIGIN.repository)
     pulled.keep(ORIGIN, is_public=True)
     assert not pulled.incomplete
-    assert PulledModels(store).all() == [ORIGIN]
+    assert PulledModels(store).get((ORIGIN.repository, ORIGIN.commit)) is not None
     assert PulledModels(store).is_public(ORIGIN.repository)
 
 
 def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_path: Path) -> None:
-    import_as(store, tmp_path, ORIGIN)
+    import_as(store, tmp_path, OLD)
     PulledModels(store).keep(FROM_PEER, is_public=None)
     record_of(store, f"@{FROM_PEER.commit}").write_bytes(b"{")  # of no model in the store
     pulled = PulledModels(store)
@@ -228,9 +230,9 @@ def test_records_of_another_process_are_noticed(store: LocalStore) -> None:
     for number in range(20):  # more than one within a tick of the file system's clock
         origin = replace(ORIGIN, commit=f"{number:040x}")
         writer.keep(origin, is_public=True)
-        assert reader.get((origin.repository, origin.commit)) == origin
+        assert reader.records()[origin.repository, origin.commit] == origin
     writer.note_public(ORIGIN.repository, is_public=False)
-    assert reader.restricted() == {ORIGIN.repository}
+    assert not reader.is_public(ORIGIN.repository)
     for origin in writer.all():
         writer.forget(origin)
     assert reader.all() == []
@@ -255,11 +257,12 @@ def test_whether_a_repository_is_public_is_said_once_for_all_of_its_commits(
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=True)
     pulled.keep(replace(ORIGIN, commit="d" * 40), is_public=False)
-    assert pulled.restricted() == PulledModels(store).restricted() == {ORIGIN.repository}
+    assert not pulled.is_public(ORIGIN.repository)
+    assert not PulledModels(store).is_public(ORIGIN.repository)
     pulled.note_public(ORIGIN.repository, is_public=True)
-    assert pulled.restricted() == PulledModels(store).restricted() == set()
+    assert pulled.open() == PulledModels(store).open() == {ORIGIN.repository}
     pulled.forget(ORIGIN)  # the other one is still there
-    assert pulled.restricted() == PulledModels(store).restricted() == set()
+    assert pulled.open() == PulledModels(store).open() == {ORIGIN.repository}
 
 
 def test_who_may_read_a_repository_is_written_before_its_commit(

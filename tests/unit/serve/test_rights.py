@@ -33,10 +33,10 @@ def right(client: str = EVERYONE, giver: str = UPSTREAM, commit: str = "") -> Ri
 
 
 def test_the_upstream_gives_a_repository_to_a_client_or_to_everyone(ledger: Rights) -> None:
-    ledger.give(right(READER))
+    ledger.give(right(READER), [COMMIT])
     found = ledger.of(READER, NAME, COMMIT)
     assert found is not None
-    assert found.opens == (NAME, "")
+    assert found.opens == {(NAME, COMMIT)}
     assert ledger.of(EVERYONE, NAME, COMMIT) is None
     assert ledger.of(client_of("hf_other"), NAME) is None
     assert ledger.of(READER, "org/other") is None
@@ -48,7 +48,7 @@ def test_a_peer_opens_the_commit_that_it_gives_and_nothing_else(ledger: Rights) 
     ledger.give(right(giver=PEER, commit=COMMIT))
     found = ledger.of(READER, NAME, COMMIT)
     assert found is not None
-    assert found.opens == ("", "")
+    assert found.opens == frozenset()
     assert ledger.of(READER, NAME) is ledger.of(READER, NAME, OTHER) is None
     ledger.give(right(giver=PEER))
     assert ledger.of(READER, NAME) is None, "no peer gives a repository"
@@ -59,10 +59,10 @@ def test_the_upstream_opens_a_commit_that_shows_nothing_of_its_repository(
 ) -> None:
     ledger.give(right(commit=COMMIT))
     ledger.note_public(NAME, Origin(NAME, COMMIT), is_judged=False)
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
     found = ledger.of(READER, NAME, COMMIT)
     assert found is not None
-    assert found.opens == (NAME, COMMIT)
+    assert found.opens == {(NAME, COMMIT)}
     assert ledger.of(READER, NAME) is ledger.of(READER, NAME, OTHER) is None
 
 
@@ -149,13 +149,13 @@ def test_what_is_durable_is_what_the_ledger_says(ledger: Rights, pulled: PulledM
     origin = Origin(NAME, COMMIT)
     ledger.give(right(READER))
     ledger.note_public(NAME, origin)
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
     ledger.give(right())
     ledger.note_public(NAME)
-    assert pulled.restricted() == set()
+    assert pulled.is_public(NAME)
     ledger.take_back(NAME, EVERYONE)
     ledger.note_public(NAME)
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
 
 
 def test_what_only_the_servers_own_token_opens_is_not_public(pulled: PulledModels) -> None:
@@ -163,13 +163,13 @@ def test_what_only_the_servers_own_token_opens_is_not_public(pulled: PulledModel
     ledger.give(right())
     ledger.note_public(NAME, Origin(NAME, COMMIT))
     assert ledger.of(READER, NAME) is not None
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
     ledger.give(right(ledger.public))
     ledger.note_public(NAME)
-    assert pulled.restricted() == set()
+    assert pulled.is_public(NAME)
     ledger.take_back(NAME, ledger.public)
     ledger.note_public(NAME)
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
     assert ledger.of(READER, NAME) is not None
     ledger.give(right(ledger.public))
     ledger.take_back(NAME, EVERYONE)
@@ -180,12 +180,12 @@ def test_a_commit_of_a_peer_says_nothing_about_its_repository(
     ledger: Rights, pulled: PulledModels
 ) -> None:
     ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER), is_judged=False)
-    assert pulled.restricted() == set()
+    assert pulled.is_public(NAME)
     ledger.note_public(NAME, Origin(NAME, OTHER))
-    assert pulled.restricted() == {NAME}
+    assert not pulled.is_public(NAME)
     ledger.give(right())
     ledger.note_public(NAME, Origin(NAME, COMMIT, peer=PEER), is_judged=False)
-    assert pulled.restricted() == {NAME}, "nobody was asked as everyone since"
+    assert not pulled.is_public(NAME), "nobody was asked as everyone since"
 
 
 def test_a_token_is_not_kept() -> None:

@@ -27,6 +27,8 @@ from blobstore.store.names import replace_any
 from tests.support.models import write_folder
 
 NAME, COMMIT = "org/model", "a" * 40
+READER = frozenset({(NAME, COMMIT)})
+"""What a client may read."""
 FETCHED, MINE = Reference.parse(NAME), Reference.parse(f"{NAME}:mine")
 
 
@@ -38,7 +40,7 @@ def library(store: LocalStore, tmp_path: Path) -> Library:
     source: Any = open_source(made(tmp_path / "fetched", 1))
     source.repository, source.commit = NAME, COMMIT
     with contextlib.closing(source):
-        import_source(source, replace_any(FETCHED), store, ImportOptions())
+        import_source(source, replace_any(FETCHED), store, ImportOptions(), mark=f"{NAME}@{COMMIT}")
     create(made(tmp_path / "mine", 2), MINE, store=store)
     return library
 
@@ -71,8 +73,10 @@ def test_no_question_finds_what_is_restricted_even_if_it_was_prepared(library: L
     assert all(seen(Visible.of(library)).values())
     library.pulled.note_public(NAME, is_public=False)
     assert not any(seen(Visible.of(library)).values())
-    assert not any(seen(Visible.of(library, ("org/other", ""))).values())
-    assert all(seen(Visible.of(library, (NAME, ""))).values())
+    assert not any(
+        seen(Visible.of(library, frozenset({("org/other", COMMIT), (NAME, "b" * 40)}))).values()
+    )
+    assert all(seen(Visible.of(library, READER)).values())
     assert not any(seen(Visible.of(library)).values()), "nor after a reader was there"
     assert prepared(lambda: Visible.of(library).model(MINE)) is not None
     assert prepared(lambda: Visible.of(library).tags(MINE)) == [MINE]
@@ -83,7 +87,7 @@ def test_no_question_finds_what_is_restricted_before_it_was_prepared(library: Li
     assert not any(seen(Visible.of(library)).values())
     assert not library._artifacts.values()
     assert not library._models.values(), "nothing is prepared that is not seen"
-    assert all(seen(Visible.of(library, (NAME, ""))).values())
+    assert all(seen(Visible.of(library, READER)).values())
 
 
 def test_a_repository_is_there_for_those_who_see_a_version(library: Library) -> None:
@@ -92,7 +96,7 @@ def test_a_repository_is_there_for_those_who_see_a_version(library: Library) -> 
     assert prepared(lambda: Visible.of(library).has(FETCHED)), "the store's own version"
     remove_models([MINE], store=library.store)
     assert not prepared(lambda: Visible.of(library).has(FETCHED))
-    assert prepared(lambda: Visible.of(library, (NAME, "")).has(FETCHED))
+    assert prepared(lambda: Visible.of(library, READER).has(FETCHED))
 
 
 def test_a_version_that_arrives_is_seen_as_one_of_the_store(library: Library) -> None:
@@ -100,7 +104,7 @@ def test_a_version_that_arrives_is_seen_as_one_of_the_store(library: Library) ->
     origin = Origin("org/arriving", commit)
     library.arriving[other] = arriving = ServedModel(Digest.of(b""), None, {}, None, origin)
     library.pulled.keep(origin, is_public=False)
-    for opened, expected in ((("", ""), None), (("org/arriving", ""), arriving)):
+    for opened, expected in ((READER, None), (frozenset({("org/arriving", commit)}), arriving)):
         visible = Visible.of(library, opened)
         assert prepared(lambda: visible.model(other)) is expected  # noqa: B023
         assert prepared(lambda: visible.at_commit(other, commit)) is expected  # noqa: B023

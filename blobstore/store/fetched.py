@@ -1,0 +1,44 @@
+"""Which models a server has fetched for its clients: they are for whom the upstream lets read them.
+
+The manifest itself says so, by the name of its source layer. So it holds for copies, archives and former manifests,
+and no loss of a file beside it makes such a model one of the store's own. What a user imports has no such name.
+
+If a user brings the manifest from elsewhere, such as from a server's store to another one, that is noted with it: there
+it is the store's own. Without the note, it counts as fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.store.notes import NoteKind
+
+if TYPE_CHECKING:
+    from blobstore.manifests.model import Manifest
+
+Commit = tuple[str, str]
+"""A repository of an upstream, and the name of a commit."""
+BROUGHT: Final = NoteKind("brought 1", ".brought")
+"""A manifest of a fetched model that a user has brought from elsewhere."""
+_MARK: Final = re.compile(r"([^@]{1,200})@([0-9a-f]{40})")
+
+
+def mark_of(commit: Commit) -> str:
+    """Return the name of the source layer of a model that is fetched from a commit."""
+    return "@".join(commit)
+
+
+def fetched_from(manifest: Manifest) -> Commit | None:
+    """Return the commit that a server has fetched a model from; None if a user has imported it."""
+    for layer in manifest.layers_of(media_types.SOURCE):
+        if found := _MARK.fullmatch(layer.name):
+            return found[1], found[2]
+    return None
+
+
+def record_name(repository: str, commit: str = "") -> str:
+    """Return the name of the file about a commit that was fetched into a store, or about a repository."""
+    return Digest.of(f"{repository}@{commit}".encode()).hex
