@@ -34,7 +34,7 @@ from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
-from blobstore.store.fetched import BROUGHT, fetched_from, record_name
+from blobstore.store.fetched import BROUGHT, fetched_from, link_name, record_name
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -425,8 +425,7 @@ class PulledModels:
         return False
 
     def _link(self, reference: Reference) -> Path:
-        # Records are not looked for under names that begin with a dot.
-        return self._folder / f".name-{Digest.of(str(reference).encode()).hex}"
+        return self._folder / link_name(reference)
 
     def _note(self, reference: Reference) -> Path:
         return self._folder / f".giving-{Digest.of(str(reference).encode()).hex}"

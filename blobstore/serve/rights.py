@@ -51,7 +51,7 @@ class Right:
     """When its giver was asked."""
     until: float
     proven: frozenset[str] = frozenset()
-    """The commits that the upstream has given with it. Of a restricted repository, it opens these and no other."""
+    """The commits that the upstream has given with it, and those of peers. Of a restricted repository, it opens no other."""
 
     @property
     def opens(self) -> frozenset[Commit]:
@@ -88,7 +88,14 @@ class Rights:
         if right.giver == UPSTREAM or right.commit:
             with self._lock:
                 repository, client = right.repository, right.client
-                before = {right.commit} if right.commit else self._proven_by(repository, client)
+                before = {right.commit}
+                if not right.commit:
+                    stored = self._pulled.of_repository(repository)
+                    before = self._proven_by(repository, client) | {
+                        one.commit
+                        for one in stored
+                        if one.peer  # no upstream has them
+                    }
                 proving = replace(right, proven=frozenset(before).union(proven))
                 bounded(self._rights)[repository, client, right.commit] = proving
 

@@ -18,6 +18,7 @@ from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
 
 Commit = tuple[str, str]
 """A repository of an upstream, and the name of a commit."""
@@ -42,3 +43,11 @@ def fetched_from(manifest: Manifest) -> Commit | None:
 def record_name(repository: str, commit: str = "") -> str:
     """Return the name of the file about a commit that was fetched into a store, or about a repository."""
     return Digest.of(f"{repository}@{commit}".encode()).hex
+
+
+def link_name(reference: Reference) -> str:
+    """Return the name of the second link to the manifest that a server has given a name.
+
+    It begins with a dot, as that of no record does.
+    """
+    return f".name-{Digest.of(str(reference).encode()).hex}"

@@ -8,6 +8,7 @@ nothing. A name that has become free, or that has the same manifest by now, is g
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,7 +27,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.store.fetched import BROUGHT, fetched_from, record_name
+from blobstore.store.fetched import BROUGHT, fetched_from, link_name, record_name
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.notes import pack
 from blobstore.store.published import Published, remove_empty
@@ -282,6 +283,14 @@ class Names:
             make_folders(folder, self._store.root)
         former = None
         found = self._data(reference)
+        if found == model.data:  # its writer may not have synced it
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(path.parent)
+            self.published.add(reference)
+            # A name that a server has given is the user's from now on, unless the server gives it again.
+            (self._store.folder("pulled") / link_name(reference)).unlink(missing_ok=True)
+            return None
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(InvalidManifest):
             found = found or self.published.lost_manifest(reference)
@@ -290,7 +299,6 @@ class Names:
                 # Before the new one is written: a crash in between loses neither.
                 self._history.keep(reference, found)
                 former = found
-        # Also if it has this manifest: a file that a server has linked as what it gave is no longer the name's.
         self._write(reference, model.data)
         return former
 
