@@ -88,7 +88,7 @@ class Rights:
         if right.giver == UPSTREAM or right.commit:
             with self._lock:
                 repository, client = right.repository, right.client
-                before = {right.commit}
+                before = frozenset({right.commit})
                 if not right.commit:
                     stored = self._pulled.of_repository(repository)
                     before = self._proven_by(repository, client) | {
@@ -96,7 +96,7 @@ class Rights:
                         for one in stored
                         if one.peer  # no upstream has them
                     }
-                proving = replace(right, proven=frozenset(before).union(proven))
+                proving = replace(right, proven=before.union(proven))
                 bounded(self._rights)[repository, client, right.commit] = proving
 
     def take_back(self, repository: str, client: str) -> None:

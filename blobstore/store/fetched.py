@@ -1,7 +1,7 @@
 """Which models a server has fetched for its clients: they are for whom the upstream lets read them.
 
 The manifest itself says so, by the name of its source layer. So it holds for copies, archives and former manifests,
-and no loss of a file beside it makes such a model one of the store's own. What a user imports has no such name.
+and no loss of another file makes such a model one of the store's own. What a user imports has no such name.
 
 If a user brings the manifest from elsewhere, such as from a server's store to another one, that is noted with it: there
 it is the store's own. Without the note, it counts as fetched.

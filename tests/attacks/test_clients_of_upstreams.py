@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
 from blobstore.store.names import ABSENT
 from tests.support.hub_server import HubServer, Repo
@@ -148,6 +149,61 @@ def test_a_refusal_by_an_old_name_is_one_of_the_repository(
         assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
     with serving(store, tmp_path) as server:
         assert server.request(FILE)[0] == 404
+
+
+def test_a_repository_that_was_renamed_and_made_private_is_public_under_no_name(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server)
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 200
+        hub.repos["org/new"] = hub.repos.pop(NAME)
+        hub.renamed[NAME], hub.repos["org/new"].token = "org/new", "hf_right"
+        by_name = "GET /api/models/org/new/revision/main"
+        until(lambda: bool(hub.requests[by_name]) or not server.request(FILE, Authorization=RIGHT))
+        until(lambda: server.request(FILE, X_Blobstore_Peer="1")[0] == 404)
+        assert NAME.encode() not in server.request("/api/models")[2]
+    for options in ((), ("--upstream", "http://127.0.0.1:9")):
+        with serving(store, tmp_path, *options) as server:
+            assert server.request(FILE)[0] in {404, 502, 503}
+
+
+def test_a_reader_of_a_restricted_model_reads_its_copy_by_commit_too(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        commit = fetch(server, RIGHT)
+        copy_model(NAME, "my/copy", store=store)
+        for revision in ("main", commit):
+            target = f"/my/copy/resolve/{revision}/model.safetensors"
+            assert server.request(target)[0] == 401
+            status, headers, _ = server.request(target, Authorization=RIGHT)
+            assert (status, headers["x-repo-commit"]) == (200, commit)
+
+
+def test_a_reader_gets_blobs_of_a_repository_whose_history_was_rewritten(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        former = fetch(server, RIGHT)
+    old = str(store.resolve(NAME).layers[0].digest)
+    hub.repos[NAME] = Repo(made(tmp_path / "squashed", 2), "e" * 40)
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        fetch(server, RIGHT)
+        target = f"/v2/{NAME}/manifests/latest"
+        until(lambda: server.request(target, Authorization=RIGHT)[0] == 200)
+        new = str(store.resolve(NAME).layers[0].digest)
+        assert server.request(f"/v2/{NAME}/blobs/{new}", Authorization=RIGHT)[0] == 200
+        # What the upstream does not give any more, nobody gets.
+        assert server.request(f"/v2/{NAME}/blobs/{old}", Authorization=RIGHT)[0] == 404
+        assert server.request(FILE.replace("main", former), Authorization=RIGHT)[0] == 404
+    with serving(store, tmp_path, "--upstream", hub.url) as server:  # without a right at first
+        until(lambda: server.request(f"/v2/{NAME}/blobs/{new}", Authorization=RIGHT)[0] != 503)
+        assert server.request(f"/v2/{NAME}/blobs/{new}", Authorization=RIGHT)[0] == 200
+        assert server.request(f"/v2/{NAME}/tags/list")[0] == 401
 
 
 def test_a_public_repository_of_the_same_name_opens_no_commit_of_the_private_one(

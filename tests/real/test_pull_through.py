@@ -420,10 +420,14 @@ def test_a_model_that_was_removed_leaves_its_name_to_the_stores_own(
     with serving(store, tmp_path, "--upstream", hub.url) as server:
         server.request(FILE)
         wait_for_arrival(server, "org/model:latest")
-    assert any(store.folder("pulled").iterdir())
     remove_models([NAME], store=store)
-    with serving(store, tmp_path, "--upstream", hub.url):
-        assert not any(store.folder("pulled").iterdir())
+    own = write_folder(tmp_path / "own", {"own": np.ones((4, 4), np.float32)})
+    create(own, NAME, store=store)
+    sent = hub.sent
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        found = server.request(f"/{NAME}/resolve/main/model.safetensors")
+        assert found[2] == (own / "model.safetensors").read_bytes()
+    assert hub.sent == sent
 
 
 def test_only_one_server_fetches_into_a_store(

@@ -1,0 +1,258 @@
+"""Whose a model is: the user's own, or fetched for clients of a server, whatever happens to it and to the records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import unpack_archive
+from blobstore.operations.create.create import import_source
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.maintenance.copy_to_store import copy_to_store
+from blobstore.operations.maintenance.history import restore_model
+from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
+from blobstore.operations.maintenance.repair import repair_models
+from blobstore.serve.library import Library
+from blobstore.serve.pulled import Origin, PulledModels
+from blobstore.serve.rights import Right, Rights
+from blobstore.serve.unprepared import prepared
+from blobstore.serve.visible import Visible
+from blobstore.sources.open import open_source
+from blobstore.store.fetched import mark_of
+from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
+from tests.support.models import write_folder
+
+NAME, COPY = Reference.parse("org/gated"), Reference.parse("my/copy")
+COMMIT = ("org/gated", "a" * 40)
+ORIGIN = Origin(*COMMIT)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "source", {"weight": np.arange(64, dtype=np.float32)})
+
+
+@pytest.fixture
+def cache(store: LocalStore, source: Path) -> LocalStore:
+    """A store with a restricted model that a server has fetched."""
+    fetch(store, source, NAME)
+    return store
+
+
+def fetch(store: LocalStore, source: Path, name: Reference) -> None:
+    """Do what a server does when it fetches a restricted model for a client."""
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=False)
+    import_as(store, source, name, mark_of(COMMIT))
+    pulled.give(name, store.resolve(name))
+
+
+def import_as(store: LocalStore, source: Path, name: Reference, mark: str = "") -> None:
+    """Import a model from the commit, as a user does who may read it; with a mark, as a server does."""
+    opened: Any = open_source(source)
+    opened.repository, opened.commit = COMMIT
+    with contextlib.closing(opened):
+        import_source(opened, replace_any(name), store, ImportOptions(), mark=mark)
+
+
+def is_shown(store: LocalStore, name: Reference) -> bool:
+    """Return whether a server without an upstream shows a model to everyone, in each way to ask."""
+    library = Library(store)
+    visible = Visible.of(library)
+    digest = store.resolve(name).layers[0].digest
+    commits = prepared(lambda: visible.commits(name))
+    found = {
+        prepared(lambda: visible.model(name)) is not None,
+        prepared(lambda: visible.artifact(name)) is not None,
+        name in prepared(visible.models),
+        name in prepared(lambda: visible.tags(name)),
+        name in [it.reference for it in prepared(lambda: list(visible.artifacts(name, digest)))],
+        name in commits,
+    }
+    assert len(found) == 1
+    return found.pop()
+
+
+def archive(store: LocalStore, name: Reference, folder: Path) -> Path:
+    pack_models([name], folder / "model.bsar", store=store)
+    return folder / "model.bsar"
+
+
+# What a fetch has brought
+
+
+def restore(store: LocalStore, folder: Path) -> Reference:
+    remove_models([NAME], store=store)
+    restore_model(NAME, store=store)
+    return NAME
+
+
+def repair(store: LocalStore, folder: Path) -> Reference:
+    store.manifest_path(NAME).unlink()
+    repair_models(store=store)
+    return NAME
+
+
+def copy(store: LocalStore, folder: Path) -> Reference:
+    copy_model(NAME, COPY, store=store)
+    return COPY
+
+
+def rename(store: LocalStore, folder: Path) -> Reference:
+    rename_model(NAME, COPY, store=store)
+    return COPY
+
+
+def damage_source(store: LocalStore, folder: Path) -> Reference:
+    layer = store.resolve(NAME).layers[-1]
+    Path(store.blob_path(layer.digest)).chmod(0o600)
+    Path(store.blob_path(layer.digest)).write_bytes(b"damaged")
+    return NAME
+
+
+LOSSES: dict[str, Callable[[Path], bool]] = {
+    "nothing": lambda path: False,
+    "the commit's record": lambda path: b'"commit"' in path.read_bytes(),
+    "the repository's record": lambda path: b'"commit"' not in path.read_bytes(),
+    "all files": lambda path: True,
+}
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+@pytest.mark.parametrize("change", [restore, repair, copy, rename, damage_source])
+def test_a_fetched_model_is_shown_to_nobody_unasked_whatever_is_done_or_lost(
+    cache: LocalStore,
+    tmp_path: Path,
+    change: Callable[[LocalStore, Path], Reference],
+    lost: str,
+) -> None:
+    for path in list(cache.folder("pulled").iterdir()):
+        if LOSSES[lost](path):
+            path.unlink()
+    if change is damage_source:  # then it cannot be prepared, but could be listed
+        change(cache, tmp_path)
+        assert prepared(Visible.of(Library(cache)).models) == []
+    else:
+        assert not is_shown(cache, change(cache, tmp_path))
+
+
+def test_an_archive_of_a_fetched_model_opens_nothing_in_the_same_store(
+    cache: LocalStore, tmp_path: Path
+) -> None:
+    unpack_archive(archive(cache, NAME, tmp_path), store=cache)
+    assert not is_shown(cache, NAME)
+
+
+def test_a_fetched_model_is_public_if_its_repository_is(cache: LocalStore, source: Path) -> None:
+    copy_model(NAME, COPY, store=cache)
+    PulledModels(cache).note_public(COMMIT[0], is_public=True)
+    assert is_shown(cache, NAME)
+    assert is_shown(cache, COPY)
+    # The repository's record is enough.
+    pulled = PulledModels(cache)
+    pulled._path(*COMMIT).unlink()
+    assert is_shown(cache, COPY)
+
+
+# What is the user's
+
+
+def test_a_model_that_the_user_imports_is_shown_before_and_after_a_fetch_of_its_commit(
+    store: LocalStore, source: Path
+) -> None:
+    import_as(store, source, NAME)
+    assert is_shown(store, NAME)
+    other = Reference.parse("org/gated:v1")
+    fetch(store, source, other)
+    assert is_shown(store, NAME)
+    assert not is_shown(store, other)
+    copy_model(NAME, COPY, store=store)
+    assert is_shown(store, COPY)
+
+
+@pytest.mark.parametrize("how", ["import", "copy", "archive"])
+def test_a_name_that_the_user_gives_is_his_even_if_a_fetch_has_given_it(
+    cache: LocalStore, source: Path, tmp_path: Path, how: str
+) -> None:
+    assert not Library(cache).is_own(NAME)
+    if how == "import":
+        import_as(cache, source, NAME)
+    elif how == "copy":
+        copy_model(NAME, COPY, store=cache)
+        copy_model(COPY, NAME, store=cache)
+    else:
+        unpack_archive(archive(cache, NAME, tmp_path), store=cache)
+    assert Library(cache).is_own(NAME)
+    assert is_shown(cache, NAME) == (how == "import")
+
+
+@pytest.mark.parametrize("how", ["archive", "copy"])
+@pytest.mark.parametrize("is_cache", [False, True])
+def test_a_model_that_the_user_brings_from_the_store_of_a_server_is_his(
+    cache: LocalStore,
+    other: LocalStore,
+    source: Path,
+    tmp_path: Path,
+    how: str,
+    *,
+    is_cache: bool,
+) -> None:
+    if is_cache:
+        PulledModels(other).keep(Origin("org/else", "b" * 40), is_public=True)
+    if how == "archive":
+        unpack_archive(archive(cache, NAME, tmp_path), store=other)
+    else:
+        copy_to_store(NAME, other.root, store=cache)
+    copy_model(NAME, COPY, store=other)
+    for name in (NAME, COPY):
+        assert is_shown(other, name)
+        assert Library(other).is_own(name)
+    # Still so after clients have fetched the commit here, too.
+    PulledModels(other).keep(ORIGIN, is_public=False)
+    assert is_shown(other, COPY)
+    # The note is what says so.
+    for path in other.folder("headers").glob("*.brought"):
+        path.unlink()
+    assert not is_shown(other, COPY)
+
+
+# Names of repositories
+
+
+def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
+    store: LocalStore,
+) -> None:
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=True)
+    pulled.note_renamed("org/never", "org/new")
+    assert not (store.folder("pulled") / pulled._path("org/never").name).exists()
+    pulled.note_renamed(COMMIT[0], "org/new")
+    assert not pulled.is_public(COMMIT[0]), "nothing is known of the present one"
+    pulled.keep(Origin("org/new", "b" * 40), is_public=True)
+    for is_public in (True, False, True):
+        pulled.note_public("org/new", is_public=is_public)
+        for one in (pulled, PulledModels(store)):
+            assert one.is_public(COMMIT[0]) is is_public
+            assert (COMMIT[0] in one.open()) is is_public
+    pulled.note_renamed("org/new", COMMIT[0])  # a circle
+    assert not pulled.open()
+
+
+def test_a_right_opens_the_commits_that_came_with_it_and_no_other(store: LocalStore) -> None:
+    pulled = PulledModels(store)
+    rights, other = Rights(pulled), (COMMIT[0], "b" * 40)
+    pulled.keep(ORIGIN, is_public=False)
+    pulled.keep(Origin(*other), is_public=False)
+    rights.give(Right("", "reader", COMMIT[0], "", 1, 1e99), [COMMIT[1]])
+    assert rights.of("reader", *COMMIT) is not None
+    assert rights.of("reader", *other) is None
+    assert rights.opened("reader", COMMIT[0], [COMMIT[1], other[1]]) == {COMMIT}
+    assert rights.opened("stranger", COMMIT[0], [COMMIT[1], other[1]]) == frozenset()
