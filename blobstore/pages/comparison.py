@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from blobstore.pages.measure import error_of, plain
 from blobstore.pages.model_view import GridTensor, grid
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
+from blobstore.pages.weight_statistics import error_of, plain
 from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NotFound
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.pages.ancestry import find_parents
-from blobstore.pages.measure import measure_model
 from blobstore.pages.model_view import model_views
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
+from blobstore.pages.weight_statistics import measure_model
 from blobstore.pages.write import page_data
 from blobstore.serve.access import Access
 from blobstore.serve.messages import Response, bytes_response, json_response

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from blobstore.operations.describe.disk_usage import StoreDisk
     from blobstore.operations.describe.show import TensorDescription
     from blobstore.pages.ancestry import Parent
-    from blobstore.pages.measure import Measurement
+    from blobstore.pages.weight_statistics import Measurement
 
 MAX_TENSORS = 5_000
 """Tensors of all models of a page, unless the models are named."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.pages.squarify import Rectangle, nested
 from blobstore.pages.text import shown
-from blobstore.pages.treemap import Rectangle, nested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,12 +20,12 @@ from blobstore.operations.describe.disk_usage import read_disk, usage_of
 from blobstore.pages.ancestry import find_delta_bases, find_parents
 from blobstore.pages.family_view import family_view
 from blobstore.pages.health_view import health_view
-from blobstore.pages.measure import measure_model
 from blobstore.pages.model_view import chosen_models, model_views
 from blobstore.pages.sharing_view import sharing_view
 from blobstore.pages.shell import render_page
 from blobstore.pages.store_view import store_view
 from blobstore.pages.text import shown
+from blobstore.pages.weight_statistics import measure_model
 from blobstore.store.catalog import read_entries
 from blobstore.store.local import LocalStore, StoreLike
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
-    from blobstore.pages.measure import Measurement
+    from blobstore.pages.weight_statistics import Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ with optional_libraries():
 if TYPE_CHECKING:
     import argparse
 
-    from blobstore.integrations.server_command import ServerOptions
+    from blobstore.integrations.server_main import ServerOptions
 
 _DEFAULT = "default_model"
 """The model name that mlx-lm uses if a request names none."""

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from blobstore.integrations.server_command import ServerOptions, run_server
+from blobstore.integrations.server_main import ServerOptions, run_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

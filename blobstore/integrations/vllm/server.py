@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.server_command import ServerOptions, run_server
+from blobstore.integrations.server_main import ServerOptions, run_server
 from blobstore.integrations.vllm.settings import engine_options
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from blobstore.core.arguments import one_or_more
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.models.dequantize import plain_pieces, rows_at_once
+from blobstore.operations.compare import converted
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.quantization.error_metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.safetensors.numpy import as_array
@@ -287,7 +288,7 @@ def tensor_blocks(
     # One mapping per tensor, so that memory is mapped only while it is read.
     region = MappedRegion([stored.layer.size])
     store.map_blob(stored.layer.digest, stored.layer.size, 0, region)
-    order = _row_order(tensor)
+    order = converted.row_order(tensor)
     pieces: Iterable[Array]
     if tensor.is_quantized:
         pieces = plain_pieces(stored, region.memory, "float32", tensor.place, order=order)
@@ -302,7 +303,7 @@ def tensor_blocks(
         if factors is not None:
             piece = piece * factors[first : first + len(piece)]
         if plus_one:
-            piece = _plus_one(piece)
+            piece = converted.plus_one(piece)
         rows, columns = piece.shape
         height = max(_BLOCK_ELEMENTS // columns, 1)
         for row in range(0, rows, height):
@@ -324,20 +325,6 @@ def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | 
     if tensor.place is not None and len(factors) > 1:
         factors = factors[tensor.place : tensor.place + 1]
     return factors.repeat(rows // len(factors))[:, None]
-
-
-def _plus_one(values: Array) -> Array:
-    """Return the sums with 1 as llama.cpp computes them: in float32, or float16 if that is the type."""
-    sums: Array = (values if values.dtype == np.float16 else values.astype(np.float32)) + 1
-    return sums
-
-
-def _row_order(tensor: SourceTensor) -> Array | None:
-    """Return the number of each row of the source in the stored tensor; None if they are the same."""
-    if tensor.origin is None or not tensor.origin.heads:
-        return None
-    rows = np.arange(tensor.shape[0]).reshape(tensor.origin.heads, -1, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
 
 
 def _plain_rows(array: Array, order: Array | None) -> Iterator[Array]:

@@ -1,8 +1,10 @@
-"""Puts the tensors of a GGUF model under the names that they had before llama.cpp converted them."""
+"""Undoes llama.cpp's conversion of a GGUF model: the names of its tensors, their rows, and the 1 in some norms."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from blobstore.gguf.names import Architecture, Origin
     from blobstore.operations.compare.source_tensor import SourceTensor
 
+    Array = np.ndarray[Any, Any]
     Tensors = Mapping[str, SourceTensor]
 
 _EMBEDDING_END: Final = EMBEDDING.removeprefix("model.")
@@ -100,3 +103,17 @@ def _parts(tensor: SourceTensor, origin: Origin) -> Iterator[SourceTensor]:
     for place in range(shape[0]):
         name = origin.name.replace(EXPERT, str(place))
         yield converted._replace(name=name, place=place, parts=shape[0])
+
+
+def plus_one(values: Array) -> Array:
+    """Return the sums with 1 as llama.cpp computes them: in float32, or float16 if that is the type."""
+    sums: Array = (values if values.dtype == np.float16 else values.astype(np.float32)) + 1
+    return sums
+
+
+def row_order(tensor: SourceTensor) -> Array | None:
+    """Return the number of each row of the source in the stored tensor; None if they are the same."""
+    if tensor.origin is None or not tensor.origin.heads:
+        return None
+    rows = np.arange(tensor.shape[0]).reshape(tensor.origin.heads, -1, 2)
+    return rows.swapaxes(1, 2).reshape(-1)

@@ -10,8 +10,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import QuantizeOptions
-from blobstore.pages import measure
-from blobstore.pages.measure import histogram, measure_model
+from blobstore.pages import weight_statistics
+from blobstore.pages.weight_statistics import histogram, measure_model
 from blobstore.store.local import LocalStore
 from tests.support.converted import write_converted
 from tests.support.models import quantizable_tensors, write_folder
@@ -58,7 +58,7 @@ def test_differences_are_measured_where_the_blobs_differ(quantized: LocalStore) 
 def test_large_tensors_are_sampled_evenly(
     quantized: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_SAMPLE", 100)
+    monkeypatch.setattr(weight_statistics, "_SAMPLE", 100)
 
     for item in measure_model(quantized, PLAIN, None).values():
         assert 0 < sum(item["values"][2]) < 250
@@ -69,7 +69,7 @@ def test_a_measurement_is_read_from_the_cache(
     quantized: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = measure_model(quantized, INT8, PLAIN)
-    monkeypatch.setattr(measure, "_measure", None)  # it is not made again
+    monkeypatch.setattr(weight_statistics, "_measure", None)  # it is not made again
 
     assert measure_model(quantized, INT8, PLAIN) == first
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.pages.treemap import Rectangle, nested, squarify
+from blobstore.pages.squarify import Rectangle, nested, squarify
 
 OUTER = Rectangle(10, 20, 600, 400)
 

@@ -12,7 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.errors import ModelNotFound
-from blobstore.integrations.server_command import ServerOptions, run_server
+from blobstore.integrations.server_main import ServerOptions, run_server
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
