@@ -53,6 +53,7 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/models/rank_share.py": "a subject of its own: what each rank of several reads",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
+    "blobstore/serve/decoded_pieces.py": "a subject of its own: which client is let go",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import math
 import os
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
@@ -17,12 +16,13 @@ from blobstore.core import capacity
 from blobstore.core.system import is_in_page_cache
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import OpenBlob, read_ahead
+from blobstore.serve.decoded_pieces import DecodedPieces
 from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from typing import Protocol
 
@@ -43,9 +43,6 @@ WINDOW = 4 << 20
 """Bytes that are sent between two looks at whether the client takes them."""
 _SMALL = 64 << 10
 """Ranges of files below this are read: sendfile would cost more than the copy."""
-_DECODED = capacity.DECODED.most
-_GRACE_SECONDS = 2.0
-"""How long a client may take for a decoded piece, if another one needs the memory."""
 
 
 class BodySender:
@@ -60,7 +57,7 @@ class BodySender:
         # More threads than processors would only take turns with each other's caches and locks.
         self._decodes = SharedWork(capacity.DECODE)
         self._verifications = SharedWork(capacity.VERIFY)
-        self._pieces = _Pieces()
+        self._pieces = DecodedPieces()
 
     def close(self) -> None:
         """Begin no more work on threads."""
@@ -291,36 +288,3 @@ async def _writable(client: int) -> None:
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-class _Pieces:
-    """The memory of decoded pieces. A response has one at most, and has sent it before it gets another."""
-
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(_DECODED)
-        self._sending: dict[asyncio.Transport, float] = {}
-        """When each client got the piece that it has not taken yet, the earliest first."""
-
-    @contextlib.asynccontextmanager
-    async def one(self, transport: asyncio.Transport) -> AsyncIterator[Callable[[], object]]:
-        """Give a block the memory of a piece, and a function to call when it begins to send it.
-
-        If none is free, the connection is aborted that has not taken its piece for the longest time.
-        """
-        clock = asyncio.get_running_loop().time
-        while True:
-            try:
-                async with asyncio.timeout(_GRACE_SECONDS):
-                    await self._free.acquire()
-                break
-            except TimeoutError:
-                slowest, since = next(iter(self._sending.items()), (None, math.inf))
-                if slowest is not None and clock() - since >= _GRACE_SECONDS:
-                    slowest.abort()
-                    # Its block, which now fails, frees the memory.
-                    del self._sending[slowest]
-        try:
-            yield lambda: self._sending.__setitem__(transport, clock())
-        finally:
-            self._sending.pop(transport, None)
-            self._free.release()
