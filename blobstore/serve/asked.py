@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.serve.hub_calls import tag_of
+from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
@@ -36,17 +36,27 @@ class Asked(NamedTuple):
     @classmethod
     def of(cls, repository: Reference, revision: str) -> Asked | None:
         """Return the version that a revision names; None if git allows no such revision."""
-        tag = revision if COMMIT.fullmatch(revision) else tag_of(revision)
-        try:
-            reference = Reference(*repository.parts[:3], tag)
-        except InvalidReference:
-            if not _is_revision(revision):
-                return None
-            tag = hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
-            stand_in = Reference(*repository.parts[:3], tag)
-            return cls(stand_in, name_of(repository), revision, has_name=False)
-        # Branches and tags that share a name here must be the same upstream: the first request decides for all.
-        return cls(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
+        tag, *others = tags_of(revision)
+        # Otherwise one name would stand for two revisions of the upstream.
+        if others or tag not in (DEFAULT_TAG, MAIN, "HEAD"):
+            with contextlib.suppress(InvalidReference):
+                return cls.named(Reference(*repository.parts[:3], tag))
+        return cls.unnamed(repository, revision)
+
+    @classmethod
+    def named(cls, reference: Reference) -> Asked:
+        """Return the version that a name stands for."""
+        tag = reference.tag
+        return cls(reference, name_of(reference), MAIN if tag == DEFAULT_TAG else tag)
+
+    @classmethod
+    def unnamed(cls, repository: Reference, revision: str) -> Asked | None:
+        """Return the version of a revision that no name here stands for; None if git allows no such revision."""
+        if not _is_revision(revision):
+            return None
+        tag = hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
+        stand_in = Reference(*repository.parts[:3], tag)
+        return cls(stand_in, name_of(repository), revision, has_name=False)
 
     @property
     def is_commit(self) -> bool:

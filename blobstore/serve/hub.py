@@ -61,6 +61,12 @@ def asked_for(segments: Sequence[str]) -> tuple[Reference, str | None] | None:
     return (name, found[2] or None) if found is not None and name is not None else None
 
 
+def is_exact(segments: Sequence[str], repository: Reference) -> bool:
+    """Return whether a path names a repository as the Hub does: there, ``library/foo`` is another one than ``foo``."""
+    found = ROUTES.find(segments)
+    return found is not None and "/".join(found[1]) == name_of(repository)
+
+
 # Repositories
 
 

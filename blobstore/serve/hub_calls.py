@@ -165,7 +165,11 @@ def _is_name(parts: Sequence[str]) -> bool:
     return len(parts) < 3 or has_host
 
 
-def tag_of(revision: str) -> str:
-    """Return the tag in a store of a branch or tag of the Hub."""
+def tags_of(revision: str) -> Sequence[str]:
+    """Return the tags in a store that a branch or tag of the Hub can be, the first that is there before the others.
+
+    The branch ``main`` is the tag ``latest``, and only a tag ``main`` without one is that branch, too.
+    """
     name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
-    return DEFAULT_TAG if name in (MAIN, "HEAD") else name
+    is_main = name in (MAIN, "HEAD") and not revision.startswith(_TAG)
+    return (DEFAULT_TAG, name) if is_main else (name,)

@@ -6,8 +6,10 @@ clients compare both. Files that an upstream lists as small ones keep their name
 
 from __future__ import annotations
 
+import contextlib
 import re
 from datetime import UTC, datetime
+from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
@@ -16,9 +18,9 @@ from blobstore.core import strict_json
 from blobstore.core.digest import git_digester
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
-from blobstore.serve.hub_calls import body_type, is_true, tag_of
+from blobstore.serve.hub_calls import body_type, is_true, tags_of
 from blobstore.serve.messages import JSON, json_response
-from blobstore.serve.names import any_tag, repository_of
+from blobstore.serve.names import MAX_NAME, any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.targets import InvalidTarget, parse_form
 
@@ -40,12 +42,15 @@ _MAX_PATHS: Final = 10_000
 """Paths of a request."""
 _MAX_MEMORY: Final = 32 << 20
 """Estimated bytes that a body may take when it is decoded."""
+_LONG_NAME: Final = f"this server keeps no model whose name has more than {MAX_NAME} characters"
 _EPOCH: Final = "1970-01-01T00:00:00.000Z"
 
 
 def repository(call: Call) -> Reference:
     """Return the repository that a request is about. Raises Refusal if no model can have its name."""
     found = repository_of(*call.name)
+    if found is None and len(call.name[-1]) > MAX_NAME:
+        raise Refusal(HTTPStatus.BAD_REQUEST, message=_LONG_NAME)
     if found is None:
         raise no_model()
     return found
@@ -58,12 +63,8 @@ def model_of(call: Call, library: Visible, *, with_digests: bool = False) -> Ser
     if _COMMIT.fullmatch(revision):
         found = library.at_commit(name, revision, with_digests=with_digests)
     else:
-        try:
-            tag = Reference(*name.parts[:3], tag_of(revision))
-        except InvalidReference:
-            pass
-        else:
-            found = library.model(tag, with_digests=with_digests)
+        for tag in _names(name, revision):
+            found = found or library.model(tag, with_digests=with_digests)
     if found is not None:
         return found
     if library.has(name):
@@ -76,7 +77,15 @@ def name_asked(call: Call, library: Visible) -> Reference:
     name, revision = repository(call), library.resolved(call.revision)
     if _COMMIT.fullmatch(revision):
         return library.name_at(name, revision) or name
-    return Reference(*name.parts[:3], tag_of(revision))
+    several = list(_names(name, revision))
+    return next((one for one in several if library.modified(one) is not None), several[0])
+
+
+def _names(repository: Reference, revision: str) -> Iterator[Reference]:
+    """Yield the names that a revision can be, in their order; none if no tag is spelled so."""
+    with contextlib.suppress(InvalidReference):
+        for tag in tags_of(revision):
+            yield Reference(*repository.parts[:3], tag)
 
 
 def date_of(name: Reference, library: Visible) -> str:

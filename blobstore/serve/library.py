@@ -267,6 +267,14 @@ class Library:
         several = (one for one in list(self.arriving) if _folded(one) == _folded(repository))
         return next((any_tag(one) for one in several), repository)
 
+    def is_other_case(self, reference: Reference) -> bool:
+        """Return whether a name that is not there differs from one that is in case only. Raises NotPrepared."""
+        arriving = self.arriving_in(reference)
+        if reference in arriving or self.store.manifest_version(reference) is not None:
+            return False
+        tag = reference.tag.lower()
+        return any(one.tag.lower() == tag for one in (*self.tags.of(reference), *arriving))
+
     def stored_tags(self, repository: Reference) -> Sequence[Reference]:
         """Return the tags of a repository in the store that are served to somebody. Raises NotPrepared."""
         tags = self.tags.of(repository)

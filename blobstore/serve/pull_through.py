@@ -32,8 +32,8 @@ from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
-from blobstore.serve.hub import asked_for
-from blobstore.serve.hub_calls import tag_of
+from blobstore.serve.hub import asked_for, is_exact
+from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.log import write_line
 from blobstore.serve.messages import PEER
 from blobstore.serve.model_fetches import ModelFetches
@@ -178,6 +178,8 @@ class PullThrough:
         repository = self._library.spelled(requested)
         asked = self._asked(repository, revision, is_tag=is_tag)
         visible = self._settled(request, repository, asked, token)
+        if visible is None and not (target.is_of_registry or is_exact(target.segments, requested)):
+            raise no_model()
         if visible is None:
             spelled, repository = repository, self._called(repository, is_whole=revision is None)
             if repository != spelled:
@@ -200,16 +202,19 @@ class PullThrough:
 
         If it ``is_tag`` of a registry, it names a model of the store's own as it is, and others as at the upstream.
         """
-        named = None
-        if is_tag and revision is not None:
-            try:
-                named = self._library.named_by(Reference(*repository.parts[:3], revision))
-            except InvalidReference:
-                return None
-            revision = named.tag
-        asked = None if revision is None else Asked.of(repository, revision)
-        if asked is not None and named is not None and self._library.is_own(named):
-            asked = asked._replace(reference=named)
+        if revision is None:
+            return None
+        asked = None if is_tag else Asked.of(repository, revision)
+        with contextlib.suppress(InvalidReference):
+            names = [Reference(*repository.parts[:3], tag) for tag in tags_of(revision)]
+            if is_tag:
+                names = [self._library.named_by(Reference(*repository.parts[:3], revision))]
+            stored = [one for one in names if self._store.manifest_version(one) is not None]
+            # A name of the store's own stands for itself, also where it stands for nothing of the upstream.
+            if is_tag or (stored and self._library.is_own(stored[0])):
+                asked = Asked.named((*stored, *names)[0])
+        if asked is not None and asked.has_name and self._library.is_other_case(asked.reference):
+            asked = Asked.unnamed(repository, revision)
         return asked if asked is not None and self._library.is_allowed(asked.reference) else None
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
@@ -397,7 +402,7 @@ class PullThrough:
         refused = no_model()
         # The upstream may have dropped the version that the store has: then it is asked for what it has now.
         for revision in (*recorded[:1], MAIN):
-            asked = Asked(Reference(*repository.parts[:3], tag_of(revision)), name, revision)
+            asked = Asked(Reference(*repository.parts[:3], tags_of(revision)[0]), name, revision)
             if (right := self._right(asked, client)) is not None:
                 return Visible.of(self._library, right.opens)
             refusal = self._refusals.get((asked.reference, client))

@@ -243,7 +243,8 @@ def _page(target: Target, kind: str, names: Sequence[str], **others: str) -> Res
     headers, page = dict(API_VERSION), rest[:limit]
     if page and len(rest) > limit:
         path, after = "/".join(target.segments), quote(page[-1], safe="")
-        headers["Link"] = f'</{path}?n={limit}&last={after}>; rel="next"'
+        host = f"&ns={quote(ns, safe='')}" if (ns := target.first("ns")) else ""
+        headers["Link"] = f'</{path}?n={limit}&last={after}{host}>; rel="next"'
     return json_response({**others, kind: page}, headers=headers)
 
 

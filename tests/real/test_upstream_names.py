@@ -23,6 +23,7 @@ pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra
 NAME, OTHER = "Org/Model", "org/model"
 FILE = "/{}/resolve/main/model.safetensors"
 RIGHT = "Bearer hf_right"
+REVISIONS = ("main", "latest", "v1", "V1")
 
 
 @pytest.fixture
@@ -235,6 +236,40 @@ def test_a_renamed_repository_costs_no_bytes_again(
             assert server.request(FILE.format(name))[2] == weights(hub, "Org/New")
         server.wait_for_log("model", "Org/New")
         assert hub.sent == sent
+
+
+def test_each_revision_of_the_upstream_is_itself_also_where_names_of_a_store_are_one(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    folders = {one: made(tmp_path / f"r{number}", number) for number, one in enumerate(REVISIONS)}
+    hub.repos[NAME].folder = folders["main"]
+    for revision in REVISIONS[1:]:
+        hub.branch(NAME, revision, folders[revision])
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for _ in range(2):
+            for revision in REVISIONS:
+                target = f"/{NAME}/resolve/{revision}/model.safetensors"
+                until(lambda target=target: server.request(target)[0] == 200)  # type: ignore[misc]
+                data = (folders[revision] / "model.safetensors").read_bytes()
+                assert server.request(target)[2] == data, revision
+        mine = made(tmp_path / "mine", 9)
+        create(mine, "own/model", store=store)
+        target = "/own/model/resolve/latest/model.safetensors"
+        assert server.request(target)[2] == (mine / "model.safetensors").read_bytes()
+    assert not [one for one in hub.requests if "own" in one]
+
+
+def test_a_repository_is_asked_for_by_the_name_that_the_hub_has(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add("foo", made(tmp_path / "foo", 2))
+    create(made(tmp_path / "mine", 3), "mine", store=store)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert fetch(server, "foo") == weights(hub, "foo")
+        for name in ("library/foo", "registry.ollama.ai.library/foo"):
+            assert server.request(FILE.format(name))[0] == 401, "the Hub's is another one"
+        assert server.request("/v2/library/foo/manifests/latest")[0] == 200
+        assert server.request(FILE.format("library/mine"))[0] == 200
 
 
 def test_a_tag_of_the_stores_own_is_never_asked_for(

@@ -31,7 +31,13 @@ def test_a_revision_is_a_tag(revision: str, name: str, asked: str) -> None:
     assert found.is_commit == (revision == COMMIT)
 
 
-@pytest.mark.parametrize("revision", ["refs/pr/1", "feature/x", "refs/convert/onnx", "v1+cpu"])
+@pytest.mark.parametrize(
+    "revision",
+    [
+        *("refs/pr/1", "feature/x", "refs/convert/onnx", "v1+cpu"),
+        *("latest", "refs/heads/latest", "refs/tags/main", "refs/tags/HEAD"),  # names of others
+    ],
+)
 def test_a_revision_that_no_tag_can_be_stands_for_itself(revision: str) -> None:
     found = Asked.of(REPOSITORY, revision)
     assert found is not None

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
@@ -36,6 +37,31 @@ def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path)
         response = ask(library, f"/api/models/org/model/revision/{revision}")
         assert json_of(response)["sha"] == info["sha"]
         assert response.headers["X-Repo-Commit"] == info["sha"]
+
+
+def test_a_tag_main_is_a_tag_and_the_branch_only_where_there_is_no_other(
+    library: Library, tmp_path: Path
+) -> None:
+    for number, name in enumerate(("org/model:main", "org/only:main")):
+        arrays = {"x": np.full(3, number, np.float32)}
+        create(write_folder(tmp_path / str(number), arrays), name, store=library.store)
+
+    def sha(name: str, revision: str) -> str:
+        info = json_of(ask(library, f"/api/models/{name}/revision/{revision}"))
+        assert json_of(ask(library, f"/api/models/{name}/commits/{revision}"))[0]["id"]
+        return str(info["sha"])
+
+    assert sha("org/model", "main") == sha("org/model", "latest")
+    assert sha("org/model", "refs%2Fheads%2Fmain") == sha("org/model", "HEAD")
+    assert sha("org/model", "refs%2Ftags%2Fmain") != sha("org/model", "main")
+    assert sha("org/only", "main") == sha("org/only", "refs%2Ftags%2Fmain")
+    assert ask(library, "/api/models/org/only/revision/HEAD").status == 404
+
+
+def test_a_name_that_is_too_long_for_a_store_says_so(library: Library) -> None:
+    response = ask(library, f"/org/{'a' * 81}/resolve/main/config.json")
+    assert response.status == 400
+    assert "80 characters" in str(json_of(response)["error"])
 
 
 def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, folder: Path) -> None:

@@ -117,6 +117,11 @@ def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
     for name, status in (("team/llama", 200), ("llama", 200), ("org/model", 404)):
         assert ask(library, f"/v2/{name}/manifests/latest?ns=ghcr.io").status == status
     assert ask(library, "/v2/team/llama/manifests/latest?ns=docker.io").status == 404
+    create(source, "ghcr.io/team/llama:v1", store=library.store)
+    create(source, "team/llama:other", store=library.store)
+    page = ask(library, "/v2/team/llama/tags/list?ns=ghcr.io&n=1")
+    target = page.headers["Link"].partition("<")[2].partition(">")[0]
+    assert json_of(ask(library, target))["tags"] == ["v1"]
     assert ask(library, "/v2/org/model/manifests/latest").status == 200
 
 
