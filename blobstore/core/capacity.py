@@ -21,7 +21,7 @@ class Capacity(NamedTuple):
 
     most: int
     when_full: Literal["refused", "queued", "yields"]
-    """Refused at once; or waits for its turn; or the one that did nothing for the longest time is ended for it."""
+    """Refused at once; or waits for its turn; or another one is ended for it, which did nothing for the longest time."""
     what: str
 
     def executor(self) -> ThreadPoolExecutor:
@@ -44,9 +44,13 @@ PATIENT: Final = Capacity(
 FETCH: Final = Capacity(
     2 * ARRIVALS.most + 64, "queued", "fetches: two waits for each arrival, and questions to others"
 )
-LIST: Final = Capacity(1, "queued", "lists of models and tags that are made")
+LIST: Final = Capacity(1, "queued", "lists of the tags of one model that are made")
+LIST_ALL: Final = Capacity(1, "queued", "lists of all models that are made")
 WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")
 DECODED: Final = Capacity(32, "yields", "decoded pieces of frozen blobs that are being sent")
+TEXTS: Final = Capacity(
+    64 << 20, "yields", "texts: bytes of forms that arrive, and of answers that clients read"
+)
 ARRIVING_FILES: Final = Capacity(
     4096, "refused", "files of arrivals, each of which is open until the model is imported"
 )

@@ -59,10 +59,9 @@ _PREFIXES: Final = {
 }
 """Fields of a card whose values are tags."""
 _CONFIG: Final = ("architectures", "model_type", "auto_map", "quantization_config")
-_MAX_TAGS: Final = 1000
 _MAX_TEXT: Final = 500
-_MAX_CONFIG: Final = 16 << 10
-"""Characters of a field of a config."""
+_MAX_PART: Final = 16 << 10
+"""Bytes of the tags of a description, of the fields of its card, and of those of its config: lists have thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,7 @@ class Description:
             start + one for name, start in _PREFIXES.items() for one in _listed(card.get(name))
         ]
         tags = [library, *formats, kind, task, *_listed(card.get("tags")), *stated]
-        kept = tuple(dict.fromkeys(filter(_text, tags)))[:_MAX_TAGS]
-        return cls(task, library, kept, card, _chosen(config), parameters)
+        return cls(task, library, _kept_tags(tags), _within(card), _chosen(config), parameters)
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> Self:
@@ -113,7 +111,7 @@ class Description:
         return cls(
             _text(info.get("pipeline_tag")),
             _text(info.get("library_name")),
-            tuple(filter(_text, _listed(info.get("tags"))))[:_MAX_TAGS],
+            _kept_tags(_listed(info.get("tags"))),
             {},
             _chosen(config if isinstance(config, dict) else {}),
             {
@@ -189,12 +187,22 @@ def _listed(value: object) -> list[Any]:
     return [] if value is None else [value]
 
 
+def _kept_tags(tags: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(_within(dict.fromkeys(filter(_text, tags))))
+
+
 def _chosen(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: config[name] for name in _CONFIG if name in config and _is_small(config[name])}
+    return _within({name: config[name] for name in _CONFIG if name in config})
 
 
-def _is_small(value: object) -> bool:
-    try:
-        return len(strict_json.dumps(value).encode()) <= _MAX_CONFIG
-    except ValueError:  # not a number, or half a character
-        return False
+def _within(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that fit into a part of a description, and have a JSON form."""
+    found, left = {}, _MAX_PART
+    for name, value in fields.items():
+        try:
+            size = len(strict_json.dumps([name, value]).encode())
+        except ValueError:  # not a number, or half a character
+            continue
+        if size <= left:
+            found[name], left = value, left - size
+    return found

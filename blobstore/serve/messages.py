@@ -97,6 +97,12 @@ class Response:
     wait: Wait | None = None
     """Set if the client waits for a change, and there is none yet."""
 
+    @property
+    def texts(self) -> list[bytes] | None:
+        """The parts, if all are in memory; otherwise None."""
+        found = [part for part in self.parts if isinstance(part, bytes)]
+        return found if len(found) == len(self.parts) else None
+
     def __post_init__(self) -> None:
         """Refuse headers with characters that could split them. Raises ValueError."""
         for name, value in self.headers.items():

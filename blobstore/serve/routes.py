@@ -13,7 +13,7 @@ from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_re
 from blobstore.serve.registry import is_list, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 from blobstore.serve.token_owners import owner_response
-from blobstore.serve.unprepared import List
+from blobstore.serve.unprepared import List, ListOfAll
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
@@ -106,9 +106,10 @@ def _about_models(
 
     if not (is_list(target) if call is None else call.route.is_list):
         return found()
+    is_of_all = target.segments[-1] == "_catalog" if call is None else not call.name
     asked = {name: value for name, value in request.headers.items() if name not in _OF_CLIENTS}
     key = (visible, request.method, request.target, tuple(sorted(asked.items())))
-    raise List(lambda: respond(found), *key)
+    raise (ListOfAll if is_of_all else List)(lambda: respond(found), *key)
 
 
 def _owner(

@@ -25,6 +25,7 @@ from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
+from blobstore.serve.client_memory import ClientMemory
 from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
@@ -56,8 +57,7 @@ MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
 """Bytes of a form. Its paths are those of one model."""
-MAX_FORMS = 32 << 20
-"""Bytes of all forms that are read and answered at the same time."""
+MAX_TEXTS = capacity.TEXTS.most
 IDLE_SECONDS = 75.0
 """Seconds that a connection may be silent, also before its first request."""
 BODY_SECONDS = 30.0
@@ -129,10 +129,12 @@ class Server:
         self._in_threads, self._heals, self._drain = in_threads, heals, drain
         self.metrics = Metrics()
         self._answers = SharedWork(capacity.ANSWER)
-        self._preparations = SharedWork(capacity.PREPARE)
-        self._fetches = SharedWork(capacity.FETCH)
-        self._lists = SharedWork(capacity.LIST, joins_begun=False)
-        self._forms = limits.Memory(MAX_FORMS)
+        lists = (capacity.LIST, capacity.LIST_ALL)
+        self._works = {
+            one: SharedWork(one, joins_begun=one not in lists)
+            for one in (capacity.PREPARE, capacity.FETCH, *lists)
+        }
+        self._texts = ClientMemory(MAX_TEXTS)
         self._watches = Watches()
         self._garbage = OldGarbage()
         self._blobs = BlobReader(store, self._count_verified)
@@ -208,8 +210,8 @@ class Server:
             await self._idle(_BREAK_SECONDS)
             for chore in chores:
                 chore.cancel()
-            works = (self._answers, self._preparations, self._fetches, self._lists)
-            for work in (self._sender, *works):
+            self._sender.close()
+            for work in (self._answers, *self._works.values()):
                 work.close()
             self._blobs.save()
             self._log.flush()
@@ -240,6 +242,8 @@ class Server:
                 raise
             raise ConnectionResetError("the client has left, or is too slow") from error
         finally:
+            if transport is not None:
+                self._texts.give(transport)
             if not is_sent:
                 self.metrics.broken += 1
                 exchange.status = exchange.status or _CLIENT_LEFT
@@ -259,10 +263,10 @@ class Server:
         if transport is None:
             raise ConnectionResetError("the client has left")
         transport.set_write_buffer_limits(0)  # what is written has left this process
-        response = without_body(exchange.request, await self._judged(raw, exchange.request, answer))
-        exchange.status = response.status
-        texts = [part for part in response.parts if isinstance(part, bytes)]
-        if len(texts) == len(response.parts) and sum(map(len, texts)) <= WRITTEN:
+        response = await self._judged(raw, transport, exchange.request, answer)
+        response = without_body(exchange.request, response)
+        exchange.status, texts = response.status, response.texts
+        if texts is not None and sum(map(len, texts)) <= WRITTEN:
             data = b"".join(texts)
             exchange.sent = len(data)
             headers = _named(response)
@@ -287,6 +291,7 @@ class Server:
 
         def count(size: int) -> None:
             exchange.add(size)
+            self._texts.moved(transport)
             response.in_use()
 
         try:
@@ -306,19 +311,33 @@ class Server:
             transport.close()
             raise
 
-    async def _judged(self, raw: web.BaseRequest, request: Request, answer: Answer) -> Response:
-        """Return the response to the head of a request, or to its body too if the head allows that."""
-        with contextlib.suppress(BodyNeeded):
-            return await self._sound(request, answer)
-        body = bytearray()
+    async def _judged(
+        self,
+        raw: web.BaseRequest,
+        transport: asyncio.Transport,
+        request: Request,
+        answer: Answer,
+    ) -> Response:
+        """Return the response to the head of a request, or to its body too if the head allows that.
+
+        The memory of its texts is held.
+        """
         try:
-            if not await self._read_body(raw, body):
-                return Response(413)
-            return await self._sound(replace(request, body=bytes(body)), answer)
+            try:
+                response = await self._sound(request, answer)
+            except BodyNeeded:
+                body = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BODY_SECONDS):
+                        body = await self._texts.read(raw.content, transport, MAX_BODY)
+                if body is None:
+                    return Response(413)
+                response = await self._sound(replace(request, body=body), answer)
+                self._texts.give(transport)
+            self._texts.take(transport, sum(map(len, response.texts or ())))
         except limits.Crowded:
-            return _busy("too many forms arrive now")
-        finally:
-            self._forms.give(len(body))
+            return _busy("too many texts are sent and read now")
+        return response
 
     async def _sound(self, request: Request, answer: Answer) -> Response:
         """Return a response whose first blob is right, or that of an error.
@@ -378,24 +397,10 @@ class Server:
 
     async def _prepare(self, first: NotPrepared) -> object:
         """Wait for work that requests share. Raises Busy, TimeoutError, or the errors of the work."""
-        is_fetch, is_list = isinstance(first, NotFetched), isinstance(first, List)
-        work = self._fetches if is_fetch else self._lists if is_list else self._preparations
+        is_fetch, work = isinstance(first, NotFetched), self._works[first.threads]
         self.metrics.prepared += first.is_counted and not work.has(first.key)
         async with asyncio.timeout(PATIENCE_SECONDS if is_fetch else None):
             return await work.result(first.key, first.prepare)
-
-    async def _read_body(self, raw: web.BaseRequest, body: bytearray) -> bool:
-        """Read the body of a request; return False if it is too large or slow. Raises Crowded."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BODY_SECONDS):
-                while piece := await raw.content.readany():
-                    if len(body) + len(piece) > MAX_BODY:
-                        return False
-                    # Before it is kept, because the memory of all forms is limited.
-                    self._forms.take(len(piece), "a form")
-                    body += piece
-                return True
-        return False
 
     # The log
 

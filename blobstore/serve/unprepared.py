@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
+from blobstore.core import capacity
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class NotPrepared(Exception):
 
     is_counted = True
     """Whether metrics count it. They must not show that there are names which a client may not see."""
+    threads = capacity.PREPARE
+    """The row of the threads that do it."""
 
     def __init__(self, prepare: Callable[..., object], *key: object) -> None:
         super().__init__("call prepare, and ask again")
@@ -49,17 +52,25 @@ class NotFetched(NotPrepared):
     """The work waits for another server, which may take its time."""
 
     is_counted = False
+    threads = capacity.FETCH
 
 
 class List(NotPrepared):
     """The answer is a list, which takes its time to make. What ``prepare`` returns is the answer itself."""
 
     is_counted = False
+    threads = capacity.LIST
 
     def __init__(self, make: Callable[[], object], *key: object) -> None:
         super().__init__(make)
         self.prepare = partial(prepared, make)
         self.key = (List, *key)
+
+
+class ListOfAll(List):
+    """The list is one of all models, for which those of one model do not wait."""
+
+    threads = capacity.LIST_ALL
 
 
 def prepared(question: Callable[[], Result]) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -199,21 +200,31 @@ def test_no_body_is_waited_for_that_the_head_does_not_allow(
         assert client.recv(1000).startswith(b"HTTP/1.1 " + status)
 
 
-def test_bodies_take_a_limited_memory_together(
+def test_a_form_that_does_not_go_on_gives_its_memory_to_others(
     data: bytes, store: LocalStore, tmp_path: Path
 ) -> None:
-    form = (
-        b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: application/json\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n"
-    )
-    limits = {"server.MAX_FORMS": 1500, "server.BODY_SECONDS": SECONDS}
-    with serving(store, tmp_path, limits=limits) as server:
-        with connect(server) as client:
-            client.sendall(form + b" " * 999)
-            while not answer_of(server, form + b" " * 1000).startswith(b"HTTP/1.1 503"):
-                pass  # until the one that waits for its last byte is read
-        while answer_of(server, form + b" " * 1000).startswith(b"HTTP/1.1 503"):
-            pass  # until the one that has left has given up its memory
+    def form(text: bytes, size: int) -> bytes:
+        return (
+            b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        ) % (size, text)
+
+    limits = {"server.MAX_TEXTS": 1100, "server.BODY_SECONDS": SECONDS}
+    small = b'{"paths": []}'.ljust(200)
+    with serving(store, tmp_path, limits=limits) as server, connect(server) as silent:
+        silent.sendall(form(b" " * 999, 1000))
+        while not select.select([silent], [], [], 0)[0]:  # until it is read, and ended
+            assert answer_of(server, form(small, len(small))).startswith(b"HTTP/1.1 200")
+        assert not silent.recv(1)
+
+
+def test_answers_take_of_the_same_memory(data: bytes, store: LocalStore, tmp_path: Path) -> None:
+    with serving(store, tmp_path, limits={"server.MAX_TEXTS": 100}) as server:
+        for target in ("/api/models/org/model", "/api/models"):
+            status, headers, _ = server.request(target)
+            assert (status, headers["retry-after"]) == (503, "5")
+        assert server.request("/healthz")[0] == 200
+        assert server.request("/org/model/resolve/main/model.safetensors")[2] == data
 
 
 def test_a_request_for_another_host_is_refused(server: Serving) -> None:

@@ -25,8 +25,11 @@ TESTS = {
     **dict.fromkeys(("ARRIVALS", "PATIENT"), "tests/unit/serve/test_pull_through.py"),
     "ARRIVING_FILES": "tests/unit/serve/test_cache_limit.py",
     "DECODED": "tests/unit/serve/test_body.py",
+    "TEXTS": "tests/unit/serve/test_client_memory.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
-    **dict.fromkeys(("PREPARE", "FETCH", "WATCH", "LIST"), "tests/unit/serve/test_shared_work.py"),
+    **dict.fromkeys(
+        ("PREPARE", "FETCH", "WATCH", "LIST", "LIST_ALL"), "tests/unit/serve/test_shared_work.py"
+    ),
     **dict.fromkeys(("TRIAL", "TOKEN"), "tests/unit/http/test_tokens.py"),
 }
 THREADS = sorted(set(capacity.ALL) - set(TESTS))
