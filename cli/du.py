@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.cli.output import Output
-    from blobstore.operations.describe.disk_usage import ModelUsage, Space, StoreUsage
+    from blobstore.operations.describe.disk_usage import ModelsUsage, ModelUsage, Space
     from blobstore.store.local import LocalStore
 
 Order = Literal["name", "size", "unique"]
@@ -47,7 +47,7 @@ def command(
     plain_http: bool | None,
     out: Output,
 ) -> None:
-    """Show the disk usage of the models NAME, or of all models, and of the whole store.
+    """Show the disk usage of the models NAME, or of all models and the whole store.
 
     A model needs its blobs, and the bases that frozen ones were compressed against. UNIQUE is the
     part that no other name needs; it is free once the name is removed and "blobstore gc" has run.
@@ -58,7 +58,7 @@ def command(
     the model there is shown, and how much of it the store has. The address of a store in object
     storage, of a registry or of repositories stands for all models there.
     """
-    from blobstore.operations.describe.disk_usage import measure_usage
+    from blobstore.operations.describe.disk_usage import measure_models, measure_usage
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, names)):
@@ -66,20 +66,24 @@ def command(
             raise click.UsageError("names and addresses in registries cannot be combined")
         _show_remote(store, names, plain_http, out)
         return
-    usage = measure_usage(arguments.models(store, names), store=store)
+    usage: ModelsUsage
+    if names:
+        usage = measure_models(arguments.models(store, names), store=store)
+    else:
+        usage = measure_usage(store=store)
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
     rows = sorted(usage.models, key=key, reverse=not by_name)
     notes = arguments.store_notes(store)
     out.result(
         lambda: _as_json(usage, rows) | {"seconds": out.seconds},
-        _as_text(usage, rows, is_chosen=bool(names)) if usage.size else (),
+        _as_text(usage, rows),
         notes=notes,
     )
     output.exit_with(_errors(usage))
 
 
-def _errors(usage: StoreUsage) -> Iterator[str]:
+def _errors(usage: ModelsUsage) -> Iterator[str]:
     for model in usage.models:
         if model.faults:
             more = f"; and {len(model.faults) - 1:,} more of its blobs" * (len(model.faults) > 1)
@@ -126,7 +130,11 @@ def _show_remote(
     output.exit_with(f"{model.address}: {model.error}" for model in models if model.error)
 
 
-def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:
+def _as_text(usage: ModelsUsage, rows: Sequence[ModelUsage]) -> Iterator[str]:
+    from blobstore.operations.describe.disk_usage import StoreUsage
+
+    if isinstance(usage, StoreUsage) and not usage.size:
+        return
     if rows:
         broken = [row for row, model in enumerate(rows) if model.error or model.faults]
         cells = [
@@ -140,11 +148,12 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
             for model in rows
         ]
         yield render.table(_HEADINGS, cells, right=(1, 2, 3, 4), alarming=broken)
-    if is_chosen:
+    if not isinstance(usage, StoreUsage):
         yield (
             f"together {render.human_bytes(usage.together.size)}, of which "
             f"no other model needs {render.human_bytes(usage.together_unique.size)}"
         )
+        return
     ratio = usage.dedup_ratio
     saved = f" ({ratio:.2f} times as much)" if ratio is not None else ""
     yield (
@@ -168,24 +177,29 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
     yield f"  {render.human_bytes(usage.size)} in all"
 
 
-def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
+def _as_json(usage: ModelsUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
+    from blobstore.operations.describe.disk_usage import StoreUsage
+
     models = output.records(
         rows, "name=reference blobs bytes=size unique_bytes=unique shared_bytes=shared faults error"
     )
     for model in models:
         if model["error"]:
             model.update(dict.fromkeys(("blobs", "bytes", "unique_bytes", "shared_bytes")))
-    return {
+    data = {
         "models": models,
         "together": output.record(usage, "bytes=together.size unique_bytes=together_unique.size"),
-        "cold": output.record(
+        "errors": usage.unreadable,
+    }
+    if isinstance(usage, StoreUsage):
+        data["cold"] = output.record(
             usage, "files=cold.files bytes=cold.size hot_bytes=hot saved_bytes=saved saved_share"
-        ),
-        "store": output.record(
+        )
+        data["store"] = output.record(
             usage,
             "models=names blobs=referenced.files bytes=referenced.size "
             "bytes_without_sharing=without_sharing dedup_ratio bytes_in_all=size",
-        ),
-        **{name: output.record(getattr(usage, name), "files bytes=size") for name in _SPACES},
-        "errors": usage.unreadable,
-    }
+        )
+        for name in _SPACES:
+            data[name] = output.record(getattr(usage, name), "files bytes=size")
+    return data

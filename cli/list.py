@@ -77,6 +77,7 @@ def command(
     models: Sequence[ListedModel] = choose_models(
         store,
         is_chosen,
+        repositories=_repositories(patterns),
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
         on_error=unreadable.append,
@@ -93,6 +94,16 @@ def command(
     errors = [listed.error for listed in models if listed.error is not None]
     exit_code = Damaged.exit_code if errors else StoreError.exit_code
     output.exit_with((*errors, *unreadable), exit_code)
+
+
+def _repositories(patterns: Sequence[str]) -> list[Reference]:
+    """Return the repositories of what patterns match; none if that may be in any."""
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.name_patterns import id_start, is_pattern
+
+    if any(is_pattern(one) or id_start(one) for one in patterns):
+        return []
+    return list(map(Reference.parse, patterns))
 
 
 def _show_remote(

@@ -22,8 +22,9 @@ import click
 import blobstore
 from blobstore.cli import options
 from blobstore.cli.output import OutputClosed, is_verbose, show_error, show_json, with_options
+from blobstore.cli.progress import progress_bar
 from blobstore.cli.render import printable_lines
-from blobstore.core import interrupts
+from blobstore.core import interrupts, progress
 from blobstore.core.escape import escape, quote
 from blobstore.core.interrupts import Stopped
 from blobstore.core.synonyms import ALIASES, SYNONYMS
@@ -219,6 +220,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
             stream.reconfigure(errors="backslashreplace")
     _raise_descriptor_limit()
+    progress.listen(progress_bar)
     try:
         program(prog_name="blobstore")
     except Stopped as stopped:

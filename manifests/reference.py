@@ -23,6 +23,8 @@ _PARTS = {
     "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
+_PATH = re.compile("/".join(pattern.pattern for pattern in _PARTS.values()), re.ASCII)
+"""Matches all parts at once. None of them can have a slash."""
 _NUMBERS = re.compile("([0-9]+)")
 _PATHS = ("/", "./", "../", "~")
 NOT_A_NAME: Final = "a glob is no name here; choose from the names that list shows"
@@ -49,6 +51,8 @@ class Reference:
     tag: str
 
     def __post_init__(self) -> None:
+        if is_path(f"{self.host}/{self.namespace}/{self.model}/{self.tag}"):
+            return
         for part, pattern in _PARTS.items():
             value = getattr(self, part)
             if pattern.fullmatch(value) is None:
@@ -155,6 +159,11 @@ class Reference:
 
     def __repr__(self) -> str:
         return f"Reference({str(self)!r})"
+
+
+def is_path(text: str) -> bool:
+    """Return whether a text is the path of a reference: its parts with slashes between them."""
+    return _PATH.fullmatch(text) is not None
 
 
 def all_under(prefix: str | None, references: Iterable[Reference]) -> list[Reference]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    _Shows = Callable[[], AbstractContextManager["Progress | None"]]
+
+_Item = TypeVar("_Item")
+_MANY = 500
 Progress = Callable[[str, int, int], None]
 """Called with the current item, bytes done and total bytes; never by two threads at once.
 
@@ -52,6 +57,27 @@ def of_items(
         progress(f"{start}: {what}", before + int(most * size), total)
 
     return report
+
+
+class _Program:
+    shows: _Shows | None = None
+
+
+def listen(shows: _Shows) -> None:
+    """Show the progress of work that operations do not expect to take long. Only a program calls this."""
+    _Program.shows = shows
+
+
+def reporting(what: str, items: Collection[_Item]) -> Iterator[_Item]:
+    """Yield items; if there are very many, show in a program how many are done."""
+    if len(items) < _MANY or _Program.shows is None:
+        yield from items
+        return
+    with _Program.shows() as progress:
+        for done, item in enumerate(items):
+            if progress is not None:
+                progress(f"{what}: {done:,} of {len(items):,}", 0, 0)
+            yield item
 
 
 class Meter:

@@ -35,7 +35,10 @@ def sharing_view(disk: StoreDisk, holders: Mapping[Digest, Sequence[int]]) -> di
     """
     import numpy as np
 
-    sizes = {name: disk.blobs.space(held).size for name, held in disk.holdings.of.items()}
+    sizes = {
+        name: disk.blobs.space(disk.holdings.by(entry.known)).size
+        for name, entry in disk.entries.items()
+    }
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
     kept = {name for name in largest if sizes[name]}
     names = [name for name in disk.entries if name in kept]

@@ -9,18 +9,19 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
+from blobstore.core.gc_pause import gc_paused
+from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
-from blobstore.manifests.descriptor import PlainDescriptors
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, is_path
 from blobstore.store.references import KnownManifest, References
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from blobstore.errors import StoreError
     from blobstore.manifests.model import Manifest
@@ -38,11 +39,9 @@ class CatalogEntry:
     """Why the manifest cannot be read."""
     known: KnownManifest | None = field(default=None, repr=False)
     """The digest of the manifest and the numbers of its blobs; None if it cannot be read."""
-    references: References = field(repr=False)
-    """What the numbers stand for; entries that were read together have it in common."""
-    read: Callable[[], Manifest | None] = field(repr=False)
+    parse: Callable[[], tuple[bytes, Manifest]] | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def digest(self) -> Digest | None:
         """The digest of the manifest's bytes; None if it cannot be read."""
         return None if self.known is None else self.known.digest
@@ -52,34 +51,160 @@ class CatalogEntry:
         """The sizes of the blobs that the manifest references; empty if it cannot be read."""
         if self.known is None:
             return {}
-        sizes = self.references.sizes_in(self.known)
-        return dict(zip(map(self.references.digest, self.known.blobs), sizes, strict=True))
+        digests = map(self.known.references.digest, self.known.blobs)
+        return dict(zip(digests, self.known.sizes, strict=True))
 
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest; None if it cannot be read, or was replaced since."""
-        return self.read() if self.error is None else None
+        if self.parse is not None and self.known is not None:
+            with contextlib.suppress(BlobstoreError):
+                data, manifest = self.parse()
+                return manifest if Digest.of(data) == self.known.digest else None
+        return None
+
+
+class _Found(NamedTuple):
+    """A manifest's file."""
+
+    version: FileVersion | None
+    """None if it cannot be known."""
+    known: KnownManifest | None = None
+    error: BlobstoreError | None = None
+
+
+class Catalog:
+    """The entries of a store, sorted by name. They are made when they are asked for, because there may be very many."""
+
+    def __init__(self, store: LocalStore, references: References) -> None:
+        """Read nothing yet."""
+        self._store = store
+        self.references = references
+        """What the numbers of blobs stand for."""
+        self._root = f"{store.folder('manifests')}/"
+        self._found: dict[str, _Found] = {}
+
+    def read_all(self, on_error: Callable[[StoreError], object] | None) -> None:
+        """Read the manifests of all names. Raises StoreError."""
+        unknown: dict[str, FileVersion | None] = {}
+        for parts, tags in self._store.repositories(on_error=on_error):
+            folder = "/".join(parts)
+            for tag in tags:
+                path = f"{folder}/{tag}"
+                if is_path(path):  # and not a file of something else
+                    self._look(path, unknown)
+        with gc_paused():  # it would look at what is parsed again and again
+            for path in reporting("manifests read", unknown):
+                self._read(path, unknown[path])
+        versions = (one.version for one in self._found.values() if one.version is not None)
+        self.references.save(versions)
+
+    def read(self, references: Iterable[Reference]) -> None:
+        """Read the manifests of some names. Raises ModelNotFound."""
+        unknown: dict[str, FileVersion | None] = {}
+        for reference in references:
+            self._look("/".join(reference.parts), unknown)
+        for path, version in unknown.items():
+            if not self._read(path, version):
+                raise self._store.not_found(Reference(*path.split("/")))
+
+    def _look(self, path: str, unknown: dict[str, FileVersion | None]) -> None:
+        """Note what is known of a manifest, or that it is not known."""
+        version = None
+        try:
+            # Before the file is read: one that is replaced in between is read again next time.
+            status = os.stat(self._root + path)  # noqa: PTH116 - there are thousands
+            version = FileVersion.of_status(status)
+        except OSError:  # reading the manifest reports the error
+            known = None
+        else:
+            known = self.references.known(version)
+        self._found[path] = _Found(version, known)  # in the order of names
+        if known is None:
+            unknown[path] = version
+
+    def _read(self, path: str, version: FileVersion | None) -> bool:
+        """Read a manifest; return False if it is gone by now."""
+        reference = Reference(*path.split("/"))
+        known = None
+        error: BlobstoreError | None = None
+        try:
+            data = self._store.read_manifest(reference)
+            try:
+                known, _ = self.references.read(version, data, self._config)
+            except InvalidManifest as found:
+                error = found.at(quote(self._root + path))
+        except ModelNotFound:
+            del self._found[path]
+            return False
+        except BlobstoreError as found:
+            error = found
+        self._found[path] = _Found(version, known, error)
+        return True
+
+    def _config(self, data: bytes, manifest: Manifest) -> bytes | None:
+        with contextlib.suppress(BlobstoreError):  # reported where the model is used
+            return self._store.checked_config(data, manifest)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[CatalogEntry]:
+        return map(self._entry, self._found)
+
+    def of_repositories(self, repositories: Collection[Reference]) -> Iterator[CatalogEntry]:
+        """Yield the entries of all tags of some repositories."""
+        wanted = {"/".join(one.parts[:-1]) for one in repositories}
+        return (self._entry(path) for path in self._found if path.rpartition("/")[0] in wanted)
+
+    def get(self, reference: Reference) -> CatalogEntry | None:
+        """Return the entry of a name; None if there is none."""
+        path = "/".join(reference.parts)
+        return self._entry(path) if path in self._found else None
+
+    def known(self) -> Iterator[KnownManifest]:
+        """Yield what is known of each name whose manifest can be read, sorted by name."""
+        return (one.known for one in self._found.values() if one.known is not None)
+
+    def unreadable(self) -> list[CatalogEntry]:
+        """Return the entries with an error."""
+        return [self._entry(path) for path, one in self._found.items() if one.error is not None]
+
+    def named(self, digest: Digest) -> list[Reference]:
+        """Return the names of a manifest, sorted."""
+        return [
+            Reference(*path.split("/"))
+            for path, one in self._found.items()
+            if one.known is not None and one.known.digest == digest
+        ]
+
+    def _entry(self, path: str) -> CatalogEntry:
+        reference = Reference(*path.split("/"))
+        version, known, error = self._found[path]
+        seconds, rest = divmod(0 if version is None else version.modified, 10**9)
+        return CatalogEntry(
+            reference=reference,
+            modified=seconds + 1e-9 * rest,  # as os.stat computes it
+            error=error,
+            known=known,
+            parse=partial(self._store.parse, reference),
+        )
 
 
 def read_catalog(
     store: LocalStore, *, on_error: Callable[[StoreError], object] | None = None
-) -> list[CatalogEntry]:
-    """Return an entry for every name of a store, sorted; names that another process removes are skipped.
+) -> Catalog:
+    """Return an entry for every name of a store; names that another process removes are skipped.
 
     ``on_error`` is as in :meth:`LocalStore.references`.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    reader = _Reader(store, store.known_references())
-    entries = []
-    for reference in store.references(on_error=on_error):
-        try:
-            entries.append(reader.entry(reference))
-        except ModelNotFound:
-            continue
-    reader.references.save(reader.versions)
-    return entries
+    catalog = Catalog(store, store.known_references())
+    catalog.read_all(on_error)
+    return catalog
 
 
 def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> list[CatalogEntry]:
@@ -90,16 +215,15 @@ def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> li
         StoreError: the store is not a folder.
     """
     store.check_root()
-    reader = _Reader(store, References())
-    return [reader.entry(name) for name in dict.fromkeys(map(Reference.of, references))]
+    catalog = Catalog(store, References())
+    catalog.read(map(Reference.of, references))
+    return list(catalog)
 
 
 def lost_entry(reference: Reference) -> CatalogEntry:
     """Return the entry of a name whose manifest is lost."""
     error = InvalidManifest(f"the manifest of {quote(reference)} is lost")
-    return CatalogEntry(
-        reference=reference, modified=0, error=error, references=References(), read=lambda: None
-    )
+    return CatalogEntry(reference=reference, modified=0, error=error)
 
 
 def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:
@@ -108,65 +232,4 @@ def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:
     Raises:
         ModelNotFound: the store has no such name.
     """
-    return _Reader(store, References()).entry(Reference.of(reference))
-
-
-class _Reader:
-    """Reads entries, and the manifests among them that are not known yet."""
-
-    def __init__(self, store: LocalStore, references: References) -> None:
-        self._store = store
-        self._descriptors = PlainDescriptors()
-        self.references = references
-        self.versions: list[FileVersion] = []
-        """Those of the files of all manifests that were asked for."""
-
-    def entry(self, reference: Reference) -> CatalogEntry:
-        """Return the entry of a name. Raises ModelNotFound."""
-        try:
-            # Before the file is read: one that is replaced in between is read again next time.
-            status = os.stat(self._store.manifest_path(reference))  # noqa: PTH116 - there are thousands
-        except OSError:  # reading the manifest reports the error
-            version = known = None
-            modified = 0.0
-        else:
-            version, modified = FileVersion.of_status(status), status.st_mtime
-            self.versions.append(version)
-            known = self.references.known(version)
-        error = None
-        if known is None:
-            try:
-                known = self._read(reference, version)
-            except ModelNotFound:
-                raise
-            except BlobstoreError as found:
-                error = found
-        return CatalogEntry(
-            reference=reference,
-            modified=modified,
-            error=error,
-            known=known,
-            references=self.references,
-            read=partial(self._manifest, reference, known),
-        )
-
-    def _read(self, reference: Reference, version: FileVersion | None) -> KnownManifest:
-        digest = Digest.of(self._store.read_manifest(reference))
-        if known := self.references.copied(version, digest):
-            return known
-        data, manifest = self._parse(reference)
-        config = None
-        with contextlib.suppress(BlobstoreError):  # reported where the model is used
-            config = self._store.checked_config(data, manifest)
-        return self.references.add(version, Digest.of(data), manifest, config=config)
-
-    def _manifest(self, reference: Reference, known: KnownManifest | None) -> Manifest | None:
-        try:
-            data, manifest = self._parse(reference)
-        except BlobstoreError:
-            return None
-        return manifest if known is not None and Digest.of(data) == known.digest else None
-
-    def _parse(self, reference: Reference) -> tuple[bytes, Manifest]:
-        self._descriptors.forget()
-        return self._store.parse(reference, self._descriptors)
+    return read_entries(store, [reference])[0]

@@ -7,61 +7,81 @@ blobs by the same rule. Everything that says beforehand what a removal frees ask
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import is_there, status_of
-from blobstore.store.references import References
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
-    from blobstore.store.catalog import CatalogEntry
+    from blobstore.store.catalog import Catalog
     from blobstore.store.local import LocalStore
+    from blobstore.store.references import KnownManifest
 
 
 class Holdings:
     """The blobs that names keep, by number. A name whose manifest cannot be read keeps none."""
 
-    def __init__(self, store: LocalStore, entries: Sequence[CatalogEntry]) -> None:
+    def __init__(self, store: LocalStore, catalog: Catalog) -> None:
         """Read the index of cold blobs, and which blobs the cache of remote models keeps.
-
-        The entries were read together.
 
         Raises:
             StoreError: the cold blobs cannot be listed.
         """
         self._store = store
-        self.references = entries[0].references if entries else References()
-        number = self.references.number
-        bases = {number(delta): number(base) for delta, base in store.cold_bases().items()}
-        self.of: Mapping[Reference, Collection[int]] = {
-            entry.reference: _with_bases(entry.known.blobs, bases) if entry.known else ()
-            for entry in entries
-        }
-        cached = {
-            number(Digest(blob)) for model in store.remote_cache.all() for blob in model.blobs
-        }
-        self.cached = set(_with_bases(cached, bases))
+        self._catalog = catalog
+        self.references = catalog.references
+        deltas = store.cold_bases()
+        kept = {Digest(blob) for model in store.remote_cache.all() for blob in model.blobs}
+        number = self.references.numbers({*deltas, *deltas.values(), *kept})
+        self._bases = {number[delta]: number[base] for delta, base in deltas.items()}
+        self.cached = set(self._with_bases([number[digest] for digest in kept]))
         """Blobs that the cache of remote models keeps, whatever names there are."""
-        self.counts = Counter(self.cached)
+
+    @cached_property
+    def counts(self) -> Sequence[int]:
         """The number of names that keep each blob; the cache counts as one."""
-        for held in self.of.values():
-            self.counts.update(held)
+        counts = self.references.uses(known.row for known in self._catalog.known())
+        for known in self._catalog.known() if self._bases else ():
+            numbers = known.blobs
+            if (held := self._with_bases(numbers)) is not numbers:
+                for number in set(held).difference(numbers):
+                    counts[number] += 1
+        for number in self.cached:
+            counts[number] += 1
+        return counts
+
+    def of(self, reference: Reference) -> Collection[int]:
+        """Return the blobs that a name keeps; none if somebody has removed it since."""
+        entry = self._catalog.get(reference)
+        return self.by(entry.known) if entry is not None else ()
+
+    def by(self, known: KnownManifest | None) -> Collection[int]:
+        """Return the blobs that a manifest keeps; none for one that cannot be read."""
+        return self._with_bases(known.blobs) if known is not None else ()
+
+    def _with_bases(self, blobs: Collection[int]) -> Collection[int]:
+        """Return blobs with their bases, and the bases of these."""
+        bases = self._bases
+        new = {bases[one] for one in blobs if one in bases}.difference(blobs) if bases else ()
+        return self._with_bases({*blobs, *new}) if new else blobs
 
     def freed(self, references: Iterable[Reference]) -> Iterator[int]:
         """Yield the blobs that nothing keeps once these names are removed.
 
         A name that is not among the entries, because somebody has removed it since, frees nothing.
         """
-        held = [self.of.get(name, ()) for name in set(references)]
+        held = [self.of(name) for name in set(references)]
+        counts = self.counts
         if len(held) == 1:  # most often, and then each blob occurs once
-            return (number for number in held[0] if self.counts[number] == 1)
+            return (number for number in held[0] if counts[number] == 1)
         found = Counter(chain.from_iterable(held))
-        return (number for number, count in found.items() if count == self.counts[number])
+        return (number for number, count in found.items() if count == counts[number])
 
     def files(self, number: int) -> list[os.stat_result]:
         """Return the status of those files of a blob that exist; two names of one file count once."""
@@ -69,9 +89,3 @@ class Holdings:
         hot = store.blob_path(digest)
         paths = (hot if is_there(hot) else store.base_path(digest), store.cold_path(digest))
         return [status for status in map(status_of, paths) if status is not None]
-
-
-def _with_bases(blobs: Collection[int], bases: Mapping[int, int]) -> Collection[int]:
-    """Return blobs with their bases, and the bases of these."""
-    new = {bases[one] for one in blobs if one in bases}.difference(blobs) if bases else ()
-    return _with_bases({*blobs, *new}, bases) if new else blobs

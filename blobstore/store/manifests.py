@@ -21,7 +21,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
 from blobstore.store.blobs import BlobReader
-from blobstore.store.scan import is_folder, list_names, scan_folder
+from blobstore.store.scan import folders_and_files, list_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,23 +176,35 @@ class ManifestReader(BlobReader):
         Raises:
             StoreError: the store is not a folder or cannot be read.
         """
+        for (host, namespace, model), tags in self.repositories(on_error=on_error):
+            for tag in tags:
+                with contextlib.suppress(InvalidReference):  # a file of something else
+                    yield Reference(host, namespace, model, tag)
+
+    def repositories(
+        self, *, on_error: Callable[[StoreError], object] | None = None
+    ) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
+        """Yield host, namespace and model of each repository with the names of its files, sorted; all may be malformed.
+
+        Raises as :meth:`references`, with the same ``on_error``.
+        """
         self.check_root()
-        folders, files = [str(self._layout.manifests)], list[str]()
-        for _ in range(4):  # host, namespace, model, tag
-            found, folders, files = folders, [], []
-            for folder in found:
-                try:
-                    for entry in scan_folder(folder):
-                        # Pipes and broken links are files: reading such a manifest says what is wrong
-                        # with it.
-                        (folders if is_folder(entry.path) else files).append(entry.path)
-                except StoreError as error:
-                    if on_error is None:
-                        raise
-                    on_error(error)
-        for _, host, namespace, model, tag in sorted(file.rsplit("/", 4) for file in files):
-            with contextlib.suppress(InvalidReference):  # a file of something else
-                yield Reference(host, namespace, model, tag)
+
+        def inside(*parts: str) -> tuple[list[str], list[str]]:
+            try:
+                return folders_and_files("/".join((root, *parts)))
+            except StoreError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+                return [], []
+
+        root = str(self._layout.manifests)
+        for host in inside()[0]:
+            for namespace in inside(host)[0]:
+                for model in inside(host, namespace)[0]:
+                    if files := inside(host, namespace, model)[1]:
+                        yield (host, namespace, model), files
 
     def spellings(self, repository: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of all tags of the repositories that differ from this one in case at most.

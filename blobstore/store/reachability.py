@@ -20,9 +20,9 @@ from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, StoreError
-from blobstore.manifests.descriptor import PlainDescriptors
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.scan import walk_files
 
@@ -63,7 +63,6 @@ class ReachableBlobs:
         """Whether the file of references may still say what a manifest references."""
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] | None = None
-        self._descriptors = PlainDescriptors()
         self._folder: tuple[int, int] | None = None
         """Device and inode of the folder of manifests; None until the folder exists."""
 
@@ -75,8 +74,8 @@ class ReachableBlobs:
             StoreError: a manifest or a folder of manifests cannot be read, or the folder of all manifests
                 was replaced, for example because its disk was unmounted.
         """
-        found = {}
         self._check_folder()
+        versions: dict[str, FileVersion] = {}
         for entry in walk_files(self._store.folder("manifests")):
             path = entry.path
             if entry.name.startswith("."):  # no name of a model, but .DS_Store, for example
@@ -84,16 +83,17 @@ class ReachableBlobs:
             try:
                 # Before the file is read: one that is replaced in between is read again next time.
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
-                version = FileVersion.of_status(status)
-                known = self._manifests.get(path)
-                found[path] = (
-                    known if known and known.state == version else self._state(path, version)
-                )
+                versions[path] = FileVersion.of_status(status)
             except FileNotFoundError:  # removed since it was listed
                 if entry.is_symlink():  # or a link to a disk that is not mounted
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
+        known = {path: self._known(path, version) for path, version in versions.items()}
+        for path in reporting("manifests read", [path for path in known if known[path] is None]):
+            with contextlib.suppress(FileNotFoundError):  # removed since
+                known[path] = self._read(path, versions[path])
+        found = {path: state for path, state in known.items() if state is not None}
         # Again: if the disk was unmounted during the walk, names that are only hidden would seem
         # removed.
         self._check_folder()
@@ -165,7 +165,7 @@ class ReachableBlobs:
 
     def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
         """Return the manifests that reference one of these blobs by the paths of their files."""
-        wanted = set(map(self.references.number, blobs))
+        wanted = set(self.references.numbers(blobs).values())
         return {
             path: item
             for path, item in self._manifests.items()
@@ -192,24 +192,34 @@ class ReachableBlobs:
         digests = (item.known.digest for item in self._manifests.values())
         return {*digests, *map(Digest, self._cached)}
 
-    def _state(self, path: str, version: FileVersion) -> ManifestState:
+    def _known(self, path: str, version: FileVersion) -> ManifestState | None:
+        """Return what is known of a manifest; None if it must be read."""
+        state = self._manifests.get(path)
+        if state is not None and state.state == version:
+            return state
         known = self.references.known(version) if self._is_believed else None
         if known is not None and known.is_checked:
             return ManifestState(version, known, is_read=False)
-        return self._read(path, version)
+        return None
 
     def _read(self, path: str, version: FileVersion) -> ManifestState:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
-            self._descriptors.forget()
-            manifest = Manifest.from_bytes(data, self._descriptors)
-            config = self._store.checked_config(data, manifest)
+            # Whatever the file of references says of its digest: what is read here counts as proved.
+            known, manifest = self.references.read(
+                version, data, self._store.checked_config, is_believed=False
+            )
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreError(self._unknown(path, error.strerror)) from error
         except BlobstoreError as error:
             # One manifest that cannot be read is enough to stop, because any blob may be one of its
             # own.
             raise InvalidManifest(self._unknown(path, error.message)) from None
-        known = self.references.add(version, Digest.of(data), manifest, config=config)
-        lost = None if config is not None else str(layers_digest(manifest.layers))
+        lost = None
+        if manifest is not None and not known.is_checked:
+            lost = str(layers_digest(manifest.layers))
         return ManifestState(version, known, lost)
 
     def _unknown(self, path: str, why: str | None) -> str:

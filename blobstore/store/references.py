@@ -5,8 +5,9 @@ read. Nothing is deleted by it alone: see :meth:`.ReachableBlobs.prove`. The fil
 damaged, and each user has one that nobody else may write. A process that has read manifests that are not in it
 replaces it.
 
-Blobs have numbers, in the order in which they were met. After a line with a checksum come three counts, the digests
-and the sizes of all blobs by number, a record for each manifest, and the numbers that the manifests reference.
+Blobs have numbers, in the order in which they were met. After a line with a checksum come three counts, then for all
+blobs by number their digests, their sizes and how many of the manifests reference them, a record for each manifest,
+and the numbers that the manifests reference. The memory has the same tables.
 """
 
 from __future__ import annotations
@@ -24,41 +25,96 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, open_own, read_exactly, write_file
 from blobstore.manifests import media_types
-from blobstore.manifests.model import PUBLISHED_SCHEME
+from blobstore.manifests.descriptor import PlainDescriptors
+from blobstore.manifests.model import PUBLISHED_SCHEME, Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
+    from typing_extensions import Buffer
 
-_MAGIC: Final = f"references 4 {sys.byteorder} ".encode()
+    from blobstore.manifests.descriptor import Descriptor
+
+_MAGIC: Final = f"references 5 {sys.byteorder} ".encode()
 _COUNTS: Final = struct.Struct("=3Q")
-_MANIFEST: Final = struct.Struct("=3Q2q32s8sII??")
+_RECORD: Final = struct.Struct("=3Q2q32s8sQII??")
+_VERSION: Final = struct.Struct(f"=3Q2q{_RECORD.size - 40}x")
+"""The start of a record: the version of the file."""
 _KEY: Final = PUBLISHED_SCHEME.encode()
-_MAX_BYTES: Final = 1 << 32
+_MAX_BYTES: Final = 1 << 30
+_FEW: Final = 4
+"""So often the digests of a manifest are looked for among all others; then these are put into a dict."""
 _MARGIN_NS: Final = 3 * 10**9
 """A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
 
 
-class KnownManifest(NamedTuple):
-    """What is known of a manifest."""
+class _Record(NamedTuple):
+    """What the table has of a manifest."""
 
-    digest: Digest
-    """The digest of its bytes."""
-    blobs: array[int]
-    """The numbers of its blobs, each once: that of the config, of other blobs that are not only tensors, of tensors."""
-    others: int = 1
-    """How many of the first of these are not tensors, or not only tensors."""
-    is_checked: bool = False
-    """Whether the manifest was the one that its config promises."""
-    is_unpublished: bool = False
-    """Whether its config names no quantization of a model that is kept as published."""
-    layout: bytes = b""
-    """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
-    other_sizes: Mapping[int, int] = {}
-    """Bytes of blobs of which an earlier manifest says otherwise."""
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+    digest: bytes
+    layout: bytes
+    begin: int
+    """The place of its first number."""
+    length: int
+    others: int
+    is_checked: bool
+    is_unpublished: bool
+
+
+class KnownManifest(NamedTuple):
+    """What is known of a manifest: a row of the tables."""
+
+    references: References
+    row: int
+
+    @property
+    def _record(self) -> _Record:
+        return self.references.record(self.row)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of its bytes."""
+        return Digest(self._record.digest.hex())
+
+    @property
+    def blobs(self) -> array[int]:
+        """The numbers of its blobs, each once: that of the config, of other blobs that are not only tensors, of tensors."""
+        return self.references.numbers_of(self.row)
+
+    @property
+    def others(self) -> int:
+        """How many of the first of these are not tensors, or not only tensors."""
+        return self._record.others
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the manifest was the one that its config promises."""
+        return self._record.is_checked
+
+    @property
+    def is_unpublished(self) -> bool:
+        """Whether its config names no quantization of a model that is kept as published."""
+        return self._record.is_unpublished
+
+    @property
+    def layout(self) -> bytes:
+        """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
+        return self._record.layout
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of its blobs, as it states them."""
+        numbers = self.blobs
+        found = list(map(self.references.sizes.__getitem__, numbers))
+        if others := self.references.other_sizes.get(self.row):
+            found = [others.get(n, size) for n, size in zip(numbers, found, strict=True)]
+        return found
 
 
 class References:
@@ -70,10 +126,18 @@ class References:
         self._digests = bytearray()
         self.sizes = array("Q")
         """Bytes of each blob, as the first manifest says that references it."""
-        self._manifests: dict[FileVersion, KnownManifest] = {}
-        self._by_digest: dict[Digest, KnownManifest] = {}
-        self._numbers: dict[bytes, int] | None = {}
-        """By digests; None before a number is asked for."""
+        self._uses = array("i")
+        self._records = bytearray()
+        self._lists = array("I")
+        self._rows: dict[tuple[int, ...], int] = {}
+        """By the versions of files."""
+        self.other_sizes: dict[int, dict[int, int]] = {}
+        """Bytes of blobs by row and number of which an earlier manifest says otherwise."""
+        self._by_digest: dict[bytes, int] | None = None
+        self._numbers: dict[bytes, int] | None = None
+        """By digests; None before many are asked for."""
+        self._searches = 0
+        self._descriptors = PlainDescriptors()
         self._is_new = False
         if path is not None:
             self._read(path)
@@ -81,17 +145,20 @@ class References:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def record(self, row: int) -> _Record:
+        """Return a row of the table."""
+        return _Record._make(_RECORD.unpack_from(self._records, _RECORD.size * row))
+
+    def numbers_of(self, row: int) -> array[int]:
+        """Return the numbers that a manifest references."""
+        *_, begin, count, _, _, _ = _RECORD.unpack_from(self._records, _RECORD.size * row)
+        found = self._lists[begin : begin + count]
+        # Here, because a command seldom asks for all. Only who writes the file on purpose can do that.
+        return found if max(found, default=0) < len(self.sizes) else array("I")
+
     def digest(self, number: int) -> Digest:
         """Return the digest of a blob."""
         return Digest(self._digests[32 * number : 32 * number + 32].hex())
-
-    def sizes_in(self, manifest: KnownManifest) -> list[int]:
-        """Return the bytes of the blobs of a manifest, as it states them."""
-        sizes, others = self.sizes, manifest.other_sizes
-        found = list(map(sizes.__getitem__, manifest.blobs))
-        if others:
-            found = [others.get(n, size) for n, size in zip(manifest.blobs, found, strict=True)]
-        return found
 
     def digests(self, numbers: Iterable[int]) -> set[str]:
         """Return the hex digests of blobs."""
@@ -103,20 +170,69 @@ class References:
         text = self._digests.hex()
         return {f"sha256-{text[64 * n : 64 * n + 64]}": n for n in range(len(self))}
 
-    def number(self, digest: Digest, size: int = 0) -> int:
+    def number(self, digest: Digest) -> int:
         """Return the number of a blob, a new one if it was not met before."""
-        return self._number(bytes.fromhex(digest.hex), size)
+        return self.numbers([digest])[digest]
+
+    def numbers(self, digests: Iterable[Digest]) -> dict[Digest, int]:
+        """Return the numbers of blobs, new ones for those that were not met before."""
+        keys = {digest: bytes.fromhex(digest.hex) for digest in digests}
+        numbers = self._add(dict.fromkeys(keys.values(), 0)) if keys else {}
+        return {digest: numbers[key] for digest, key in keys.items()}
+
+    def uses(self, rows: Iterable[int]) -> array[int]:
+        """Return how many of these manifests reference each blob, by number. A manifest with two names has two."""
+        uses = array("i", self._uses)
+        times = bytearray(len(self._records) // _RECORD.size)  # most often, each counts once
+        again: list[int] = []
+        for row in rows:
+            if times[row]:
+                again.append(row)
+            times[row] = 1
+        for row in (row for row, is_used in enumerate(times) if not is_used):
+            for number in self.numbers_of(row):
+                uses[number] -= 1
+        for row in again:
+            for number in self.numbers_of(row):
+                uses[number] += 1
+        return uses
 
     def known(self, version: FileVersion) -> KnownManifest | None:
         """Return what is kept of the manifest whose file has that version."""
-        return self._manifests.get(version)
+        row = self._rows.get(version)
+        return None if row is None else KnownManifest(self, row)
+
+    def read(
+        self,
+        version: FileVersion | None,
+        data: bytes,
+        config_of: Callable[[bytes, Manifest], bytes | None],
+        *,
+        is_believed: bool = True,
+    ) -> tuple[KnownManifest, Manifest | None]:
+        """Return what is known of a manifest, and the manifest unless one with its digest was read before.
+
+        It is parsed unless that is ``is_believed``. ``config_of`` returns its config, if it can be read. Raises
+        InvalidManifest, and what ``config_of`` raises.
+        """
+        digest = Digest.of(data)
+        if is_believed and (known := self.copied(version, digest)):
+            return known, None
+        self._descriptors.forget()
+        manifest = Manifest.from_bytes(data, self._descriptors)
+        return self.add(version, digest, manifest, config=config_of(data, manifest)), manifest
 
     def copied(self, version: FileVersion | None, digest: Digest) -> KnownManifest | None:
-        """Return what is kept of a manifest with that digest, from now on for the file with this version too."""
-        known = self._by_digest.get(digest)
-        if known is not None:
-            self._keep(version, known)
-        return known
+        """Return what is kept of a checked manifest with that digest, from now on for the file with this version too."""
+        if self._by_digest is None:
+            records = map(_Record._make, _RECORD.iter_unpack(self._records))
+            rows = enumerate(records)
+            self._by_digest = {one.digest: row for row, one in rows if one.is_checked}
+        row = self._by_digest.get(bytes.fromhex(digest.hex))
+        if row is None:
+            return None
+        record, numbers = self.record(row), self.numbers_of(row)
+        return self._keep(version, record, numbers, self.other_sizes.get(row))
 
     def add(
         self,
@@ -132,114 +248,138 @@ class References:
         other sizes than those before is not kept.
         """
         layers, tensor = manifest.layers, media_types.TENSOR
-        blobs = {one.digest: one.size for one in layers if one.media_type != tensor}
-        blobs = {manifest.config.digest: manifest.config.size} | blobs
+        blobs = {manifest.config.digest.hex: manifest.config.size}
+        blobs |= {one.digest.hex: one.size for one in layers if one.media_type != tensor}
         others = len(blobs)
-        blobs |= {one.digest: one.size for one in layers}
-        numbers = array("I", [self.number(blob, size) for blob, size in blobs.items()])
-        stated = zip(numbers, blobs.values(), strict=True)
-        sizes = {number: size for number, size in stated if size != self.sizes[number]}
-        is_checked = config is not None
-        is_unpublished = config is not None and _KEY not in config and b"\\" not in config
-        known = KnownManifest(
-            digest, numbers, others, is_checked, is_unpublished, _layout(layers), sizes
+        blobs |= {digest.hex: size for _, digest, size, *_ in layers}
+        stated = dict(zip(map(bytes.fromhex, blobs), blobs.values(), strict=True))
+        found = self._add(stated)
+        numbers = array("I", map(found.__getitem__, stated))
+        sizes = {}
+        if list(map(self.sizes.__getitem__, numbers)) != list(stated.values()):
+            pairs = zip(numbers, stated.values(), strict=True)
+            sizes = {number: size for number, size in pairs if size != self.sizes[number]}
+        record = _Record(
+            *(0,) * 5,
+            digest=bytes.fromhex(digest.hex),
+            layout=_layout(layers),
+            begin=0,
+            length=len(numbers),
+            others=others,
+            is_checked=config is not None,
+            is_unpublished=config is not None and _KEY not in config and b"\\" not in config,
         )
-        if not sizes:
-            self._keep(version, known)
-        return known
+        return self._keep(version, record, numbers, sizes)
 
-    def _keep(self, version: FileVersion | None, known: KnownManifest) -> None:
-        self._by_digest[known.digest] = known
-        if version is not None and _is_settled(version):
-            self._manifests[version] = known
+    def _keep(
+        self,
+        version: FileVersion | None,
+        record: _Record,
+        numbers: array[int],
+        other_sizes: dict[int, int] | None,
+    ) -> KnownManifest:
+        """Add a row."""
+        row = len(self._records) // _RECORD.size
+        start = version or (0,) * 5
+        self._records += _RECORD.pack(*start, *record[5:7], len(self._lists), *record[8:])
+        self._lists += numbers
+        for number in numbers:
+            self._uses[number] += 1
+        if other_sizes:
+            self.other_sizes[row] = other_sizes
+        if self._by_digest is not None and record.is_checked:
+            self._by_digest[record.digest] = row
+        if version is not None and not other_sizes and _is_settled(version):
+            self._rows[version] = row
             self._is_new = True
+        return KnownManifest(self, row)
+
+    def _add(self, blobs: Mapping[bytes, int]) -> Mapping[bytes, int]:
+        """Return the numbers of blobs by their digests, among others; new ones get these sizes."""
+        found = self._numbers
+        if found is None and self._searches < _FEW and self._digests:
+            self._searches += 1
+            found = {digest: n for n, digest in self._every() if digest in blobs}
+        elif found is None:
+            found = self._numbers = {digest: n for n, digest in self._every()}
+        for digest, size in blobs.items():
+            if digest not in found:
+                found[digest] = len(self.sizes)
+                self._digests += digest
+                self.sizes.append(size)
+                self._uses.append(0)
+        return found
+
+    def _every(self) -> Iterator[tuple[int, bytes]]:
+        # Of a copy, because bytes that an iterator looks at cannot grow.
+        found = struct.iter_unpack("32s", bytes(self._digests))
+        return enumerate(digest for (digest,) in found)
 
     def save(self, versions: Iterable[FileVersion]) -> None:
         """Keep what is known of the manifests whose files have these versions, if any of it is new."""
         if not self._is_new or self._path is None:
             return
         self._is_new = False
-        kept = {one: self._manifests[one] for one in versions if one in self._manifests}
-        lists = [known.blobs for known in kept.values()]
-        total = sum(map(len, lists))
-        digests: bytes | bytearray = self._digests
-        sizes = self.sizes
-        if len(self) > total:  # most blobs are those of manifests that are gone
-            order: dict[int, int] = {}
-            lists = [
-                array("I", [order.setdefault(n, len(order)) for n in found]) for found in lists
-            ]
-            digests = b"".join(self._digests[32 * n : 32 * n + 32] for n in order)
-            sizes = array("Q", [self.sizes[n] for n in order])
-        parts = [
-            _COUNTS.pack(len(sizes), len(kept), total),
-            digests,
-            sizes.tobytes(),
-            *(
-                _MANIFEST.pack(
-                    *version,
-                    bytes.fromhex(known.digest.hex),
-                    known.layout,
-                    len(known.blobs),
-                    known.others,
-                    known.is_checked,
-                    known.is_unpublished,
-                )
-                for version, known in kept.items()
-            ),
-            *(found.tobytes() for found in lists),
-        ]
+        rows = {one: self._rows[one] for one in versions if one in self._rows}
+        lists, digests, sizes = array("I"), self._digests, array("Q", self.sizes)
+        uses = array("i", self.uses(rows.values()))
+        parts = [self.numbers_of(row) for row in rows.values()]
+        records = []
+        for (version, row), part in zip(rows.items(), parts, strict=True):
+            record = self.record(row)
+            records.append(_RECORD.pack(*version, *record[5:7], len(lists), *record[8:]))
+            lists += part
+        if len(sizes) > len(lists):  # most blobs are those of manifests that are gone
+            order = {number: place for place, number in enumerate(dict.fromkeys(lists))}
+            lists = array("I", map(order.__getitem__, lists))
+            digests = bytearray().join(self._digests[32 * n : 32 * n + 32] for n in order)
+            sizes = array("Q", map(sizes.__getitem__, order))
+            uses = array("i", map(uses.__getitem__, order))
+        counts = _COUNTS.pack(len(sizes), len(rows), len(lists))
+        tables: list[Buffer] = [counts, digests, sizes, uses, b"".join(records), lists]
         checksum = 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
+        for table in tables:
+            checksum = zlib.crc32(table, checksum)
         with contextlib.suppress(OSError):  # the store cannot be written
             head = _MAGIC + b"%08x\n" % checksum
-            write_file(self._path, [head, b"".join(parts)], mode=0o600, durable=False)
-
-    def _number(self, digest: bytes, size: int) -> int:
-        if self._numbers is None:
-            parts = struct.iter_unpack("32s", self._digests)
-            self._numbers = {part: number for number, (part,) in enumerate(parts)}
-        number = self._numbers.setdefault(digest, len(self.sizes))
-        if number == len(self.sizes):
-            self._digests += digest
-            self.sizes.append(size)
-        return number
+            write_file(self._path, [head, *tables], mode=0o600, durable=False)
 
     def _read(self, path: Path) -> None:
         with open_own(path) as descriptor:
+            start = len(_MAGIC) + 9 + _COUNTS.size
             size = 0 if descriptor is None else os.fstat(descriptor).st_size
-            if descriptor is None or not 0 < size <= _MAX_BYTES:
+            if descriptor is None or not start <= size <= _MAX_BYTES:
                 return
-            data = memoryview(read_exactly(descriptor, size, 0))
-        begin = len(_MAGIC) + 9
-        head = bytes(data[:begin])
-        data = data[begin:]
-        if head != _MAGIC + b"%08x\n" % zlib.crc32(data) or len(data) < _COUNTS.size:
+            head = read_exactly(descriptor, start, 0)
+            blobs, manifests, references = _COUNTS.unpack_from(head, start - _COUNTS.size)
+            widths = (32 * blobs, 8 * blobs, 4 * blobs, _RECORD.size * manifests, 4 * references)
+            if size != start + sum(widths):
+                return
+            # Each table is read into its place: the file is as large as the rest of the program.
+            digests, records = bytearray(widths[0]), bytearray(widths[3])
+            sizes, uses, lists = (
+                array(kind, bytes(width))
+                for kind, width in zip("QiI", (*widths[1:3], widths[4]), strict=True)
+            )
+            tables = (digests, sizes, uses, records, lists)
+            if os.preadv(descriptor, [table for table in tables if len(table)], start) != sum(
+                widths
+            ):
+                return
+        checksum = zlib.crc32(head[-_COUNTS.size :])
+        for table in tables:
+            checksum = zlib.crc32(table, checksum)
+        if head[: -_COUNTS.size] != _MAGIC + b"%08x\n" % checksum:
             return
-        blobs, manifests, references = _COUNTS.unpack_from(data)
-        widths = (_COUNTS.size, 32 * blobs, 8 * blobs, _MANIFEST.size * manifests, 4 * references)
-        if len(data) != sum(widths):
+        if not 0 <= min(uses, default=0) <= max(uses, default=0) <= manifests:
             return
-        parts = []
-        for width in widths:
-            parts.append(data[:width])
-            data = data[width:]
-        numbers = array("I", bytes(parts[4]))
-        records = list(_MANIFEST.iter_unpack(parts[3]))
-        counts = [count for *_, count, _, _, _ in records]
-        if sum(counts) != references or max(numbers, default=0) >= max(blobs, 1):
-            return
-        if not all(0 < others <= count for *_, count, others, _, _ in records):
-            return  # a manifest has a config at least
-        self._digests, self._numbers = bytearray(parts[1]), None
-        self.sizes = array("Q", bytes(parts[2]))
-        end = 0
-        for *version, spelled, layout, count, others, is_checked, is_unpublished in records:
-            begin, end = end, end + count
-            digest, found = Digest(spelled.hex()), numbers[begin:end]
-            known = KnownManifest(digest, found, others, is_checked, is_unpublished, layout)
-            self._manifests[FileVersion(*version)] = self._by_digest[known.digest] = known
+        for *_, begin, count, others, _, _ in _RECORD.iter_unpack(records):
+            if not 0 < others <= count <= references - begin:  # a manifest has a config at least
+                return
+        self._digests, self._records, self._lists = digests, records, lists
+        self.sizes, self._uses = sizes, uses
+        versions = _VERSION.iter_unpack(records)
+        self._rows = {version: row for row, version in enumerate(versions)}
 
 
 def _is_settled(version: FileVersion) -> bool:
@@ -247,5 +387,6 @@ def _is_settled(version: FileVersion) -> bool:
 
 
 def _layout(layers: Iterable[Descriptor]) -> bytes:
-    tensors = (f"{one.size} {one.name}" for one in layers if one.media_type == media_types.TENSOR)
+    tensor = media_types.TENSOR
+    tensors = [f"{size} {name}" for kind, _, size, name, *_ in layers if kind == tensor]
     return hashlib.blake2b("\n".join(tensors).encode(), digest_size=8).digest()

@@ -55,6 +55,29 @@ def scan_folder(folder: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
+def folders_and_files(folder: str) -> tuple[list[str], list[str]]:
+    """Return the names of the folders in a folder, also behind links, and those of all else, each sorted.
+
+    Raises as :func:`list_names`.
+    """
+    interrupts.check()
+    folders: list[str] = []
+    files: list[str] = []
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                # Pipes and broken links are files: reading such a manifest says what is wrong with it.
+                is_inside = entry.is_dir(follow_symlinks=False)
+                if not is_inside and entry.is_symlink():
+                    is_inside = is_folder(entry.path)
+                (folders if is_inside else files).append(entry.name)
+    except OSError as error:
+        _check_absent(folder, error)
+    folders.sort()
+    files.sort()
+    return folders, files
+
+
 def _check_absent(folder: str | Path, error: OSError) -> None:
     if not isinstance(error, FileNotFoundError) or os.path.islink(folder):  # noqa: PTH114 - may be a string
         raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import stat
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.files import allocated
+from blobstore.core.files import allocated, status_of
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
@@ -24,15 +26,17 @@ from blobstore.store.scan import digest_of, each_file, walk_files
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Names
-    from blobstore.store.catalog import CatalogEntry
+    from blobstore.store.catalog import Catalog, CatalogEntry
     from blobstore.store.layout import Folder
-    from blobstore.store.references import References
+    from blobstore.store.references import KnownManifest, References
+
+_ABSENT = -1
 
 
 class Space(NamedTuple):
@@ -65,23 +69,28 @@ class ModelUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreUsage:
-    """The disk usage of a store. Every file counts in exactly one space."""
+class ModelsUsage:
+    """The disk usage of some models."""
 
     models: tuple[ModelUsage, ...]
-    """The requested models."""
     together: Space
-    """The blobs of the requested models and their bases, each once."""
+    """The blobs of the models and their bases, each once."""
     together_unique: Space
     """The blobs among these that nothing else needs; they are freed once all of the names are removed."""
+    unreadable: tuple[BlobstoreError, ...]
+    """Errors of manifests of the whole store. Their blobs count as unreferenced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsage(ModelsUsage):
+    """The disk usage of a store, and of the requested models. Every file counts in exactly one space."""
+
     cold: Space
     """Cold blobs, including those with a hot file. They also count in the other spaces."""
     saved: int
     """Bytes that compression saves, counted for blobs that are only cold."""
     names: int
     """Names in the whole store."""
-    unreadable: tuple[BlobstoreError, ...]
-    """Errors of manifests of the whole store. Their blobs count as unreferenced."""
     referenced: Space
     """Blobs that manifests reference, and their bases."""
     without_sharing: int
@@ -149,16 +158,46 @@ def measure_usage(
     return usage_of(read_disk(store), asked)
 
 
+def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage:
+    """Return the disk usage of models alone; only their own blobs are looked at.
+
+    Raises as :func:`measure_usage`.
+    """
+    store = LocalStore.of(store)
+    asked = Reference.all_of(references)
+    read_entries(store, asked)
+    catalog = read_catalog(store)
+    holdings = Holdings(store, catalog)
+    found = _Files(array("q", [_ABSENT]) * len(catalog.references), [], {}, {})
+    known = [entry.known for name in asked if (entry := catalog.get(name))]
+    for number in set[int]().union(*map(holdings.by, known)):
+        digest = catalog.references.digest(number)
+        if hot := status_of(store.blob_path(digest)):
+            found.hot[number] = hot.st_size
+        if base := status_of(store.base_path(digest)):
+            found.bases[number] = base.st_size
+        if cold := status_of(store.cold_path(digest)):
+            found.cold[digest] = cold
+    expected = set[int]().union(*(one.blobs for one in known if one))
+    blobs = _measure_blobs(store, catalog.references, expected, found)
+    return _models_usage(store, catalog, holdings, blobs, asked)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreDisk:
     """The manifests of a store and the files of its blobs, as they were at one time."""
 
     store: LocalStore
-    entries: Mapping[Reference, CatalogEntry]
+    catalog: Catalog
     holdings: Holdings
     blobs: DiskBlobs
     lost: Sequence[BlobstoreError] = ()
     """The errors of names whose manifests are lost."""
+
+    @cached_property
+    def entries(self) -> Mapping[Reference, CatalogEntry]:
+        """The names of the store, sorted."""
+        return {entry.reference: entry for entry in self.catalog}
 
     @cached_property
     def needs(self) -> Mapping[Reference, Mapping[Digest, int]]:
@@ -167,16 +206,18 @@ class StoreDisk:
 
     def owners(self) -> dict[Digest, list[int]]:
         """Return the positions in :attr:`entries` of the names whose manifests list each blob."""
-        return self._places({name: _blobs(entry) for name, entry in self.entries.items()})
+        return self._places(_blobs)
 
     def holders(self) -> dict[Digest, list[int]]:
         """Return the positions of the names that keep each blob, those that need it as a base included."""
-        return self._places(self.holdings.of)
+        return self._places(self.holdings.by)
 
-    def _places(self, blobs_of: Mapping[Reference, Iterable[int]]) -> dict[Digest, list[int]]:
+    def _places(
+        self, blobs_of: Callable[[KnownManifest | None], Iterable[int]]
+    ) -> dict[Digest, list[int]]:
         found: dict[int, list[int]] = {}
-        for place, name in enumerate(self.entries):
-            for number in blobs_of[name]:
+        for place, entry in enumerate(self.entries.values()):
+            for number in blobs_of(entry.known):
                 found.setdefault(number, []).append(place)
         return {self.holdings.references.digest(number): places for number, places in found.items()}
 
@@ -187,13 +228,16 @@ def read_disk(store: LocalStore) -> StoreDisk:
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    entries = read_catalog(store)
-    holdings = Holdings(store, entries)
+    catalog = read_catalog(store)
+    holdings = Holdings(store, catalog)
+    references = catalog.references
+    uses = references.uses(known.row for known in catalog.known())
+    expected = [number for number, count in enumerate(uses) if count]
     return StoreDisk(
         store=store,
-        entries={entry.reference: entry for entry in entries},
+        catalog=catalog,
         holdings=holdings,
-        blobs=_measure_blobs(store, holdings.references, entries),
+        blobs=_measure_blobs(store, references, expected, _list_files(store, references)),
         lost=_lost_names(store),
     )
 
@@ -207,44 +251,34 @@ def _lost_names(store: LocalStore) -> list[BlobstoreError]:
 
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
     """Return the disk usage of some models, or all, of a store that was read."""
-    store, entries, holdings, blobs = disk.store, disk.entries, disk.holdings, disk.blobs
-    chosen = [entries[name] for name in references or entries if name in entries]
-    held = set[int]().union(*holdings.of.values())
-    needed = set[int]().union(*map(_blobs, entries.values()))
-    together = set[int]().union(*(holdings.of[entry.reference] for entry in chosen))
+    store, catalog, holdings, blobs = disk.store, disk.catalog, disk.holdings, disk.blobs
+    models = _models_usage(store, catalog, holdings, blobs, references or disk.entries)
+    sizes, counts, cached = blobs.all_sizes, holdings.counts, holdings.cached
+    by_names = list(counts)
+    for number in cached:
+        by_names[number] -= 1
+    direct = catalog.references.uses(known.row for known in catalog.known())
+    present = (max(size, 0) for size in sizes)
     downloads: list[int] = []
     locks: list[int] = []
     for entry, status in _files(store.folder("partial")):
-        sizes = locks if entry.name.endswith(PARTIAL_LOCK) else downloads
-        sizes.append(allocated(status))
+        kind = locks if entry.name.endswith(PARTIAL_LOCK) else downloads
+        kind.append(allocated(status))
     downloads += (allocated(status) for _, status in _files(store.folder("downloads")))
     names: tuple[Folder, ...] = ("temporary", "partial", "downloads", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
     return StoreUsage(
-        models=tuple(
-            ModelUsage(
-                reference=entry.reference,
-                blobs=len(_blobs(entry)),
-                size=blobs.space(holdings.of[entry.reference]).size,
-                unique=blobs.space(holdings.freed([entry.reference])).size,
-                faults=tuple(_faults(store, blobs, entry)),
-                error=entry.error,
-            )
-            for entry in chosen
-        ),
-        together=blobs.space(together),
-        together_unique=blobs.space(holdings.freed(entry.reference for entry in chosen)),
+        models=models.models,
+        together=models.together,
+        together_unique=models.together_unique,
+        unreadable=(*models.unreadable, *disk.lost),
         cold=_total(blobs.cold_sizes.values()),
         saved=blobs.saved,
-        names=len(entries),
-        unreadable=(
-            *(entry.error for entry in entries.values() if entry.error is not None),
-            *disk.lost,
-        ),
-        referenced=blobs.space(held),
-        without_sharing=sum(blobs.space(held).size for held in holdings.of.values()),
-        bases=blobs.space(held - needed),
-        unreferenced=blobs.space(blobs.all_sizes.keys() - holdings.counts.keys()),
+        names=len(catalog),
+        referenced=blobs.space(n for n, count in enumerate(by_names) if count),
+        without_sharing=sum(map(mul, by_names, present)),
+        bases=blobs.space(n for n, count in enumerate(by_names) if count and not direct[n]),
+        unreferenced=blobs.space(n for n in range(len(sizes)) if n >= len(counts) or not counts[n]),
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),
         temporary=_space_of(parts["temporary"]),
@@ -258,10 +292,43 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
                     (*parts.values(), store.folder("published")),
                 ),
                 *locks,
-                *(blobs.all_sizes.get(number, 0) for number in holdings.cached - held),
+                *(max(sizes[number], 0) for number in cached if not by_names[number]),
             ]
         ),
         copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
+    )
+
+
+def _models_usage(
+    store: LocalStore,
+    catalog: Catalog,
+    holdings: Holdings,
+    blobs: DiskBlobs,
+    references: Iterable[Reference],
+) -> ModelsUsage:
+    counts = holdings.counts
+    models: list[ModelUsage] = []
+    together = set[int]()
+    for name in references:
+        if (entry := catalog.get(name)) is None:
+            continue
+        held = holdings.by(entry.known)
+        together.update(held)
+        models.append(
+            ModelUsage(
+                reference=name,
+                blobs=0 if entry.known is None else len(entry.known.blobs),
+                size=blobs.space(held).size,
+                unique=blobs.space([number for number in held if counts[number] == 1]).size,
+                faults=tuple(_faults(store, blobs, entry)),
+                error=entry.error,
+            )
+        )
+    return ModelsUsage(
+        models=tuple(models),
+        together=blobs.space(together),
+        together_unique=blobs.space(holdings.freed(model.reference for model in models)),
+        unreadable=tuple(one.error for one in catalog.unreadable() if one.error is not None),
     )
 
 
@@ -270,8 +337,8 @@ class DiskBlobs:
     """The content of the folders of blobs. Blobs have the numbers of the store's manifests."""
 
     references: References
-    all_sizes: Mapping[int, int]
-    """Bytes of all blobs, hot and cold."""
+    all_sizes: Sequence[int]
+    """Bytes of all blobs by number, hot and cold; below 0 for those that are not there."""
     cold_sizes: Mapping[int, int]
     """Bytes of the cold blobs, and of bases whose hot file is gone."""
     saved: int
@@ -283,7 +350,8 @@ class DiskBlobs:
     @cached_property
     def sizes(self) -> Mapping[Digest, int]:
         """The same as ``all_sizes`` by digest."""
-        return {self.references.digest(number): size for number, size in self.all_sizes.items()}
+        found = enumerate(self.all_sizes)
+        return {self.references.digest(number): size for number, size in found if size >= 0}
 
     @cached_property
     def cold(self) -> Mapping[Digest, int]:
@@ -292,57 +360,84 @@ class DiskBlobs:
 
     def space(self, numbers: Iterable[int]) -> Space:
         """Return the space of those blobs that exist."""
-        found = map(self.all_sizes.get, numbers)
-        return _total([size for size in found if size is not None])
+        found = [size for size in map(self.all_sizes.__getitem__, numbers) if size >= 0]
+        return Space(len(found), sum(found))
 
 
-def _blobs(entry: CatalogEntry) -> Sequence[int]:
+class _Files(NamedTuple):
+    """The files of blobs."""
+
+    hot: array[int]
+    """Bytes by number; ``_ABSENT`` for those that are not there."""
+    foreign: list[int]
+    bases: dict[int, int]
+    """Bytes of second links by number."""
+    cold: dict[Digest, os.stat_result]
+
+
+def _blobs(known: KnownManifest | None) -> Sequence[int]:
     """Return the numbers of the blobs of a manifest; none if it cannot be read."""
-    return entry.known.blobs if entry.known is not None else ()
+    return known.blobs if known is not None else ()
+
+
+def _list_files(store: LocalStore, references: References) -> _Files:
+    """List the files of all blobs; those that the manifests do not reference get numbers."""
+    known = references.by_file_name()
+    hot, foreign = array("q", [_ABSENT]) * len(references), list[int]()
+    unknown: dict[Digest, int] = {}
+    for entry, status in _status_of(each_file(store.folder("blobs"))):
+        if not stat.S_ISREG(status.st_mode):
+            foreign.append(status.st_size)
+        elif (number := known.get(entry.name)) is not None:
+            hot[number] = status.st_size
+        elif (digest := digest_of(entry.name)) is not None:
+            unknown[digest] = status.st_size
+        else:
+            foreign.append(status.st_size)
+    links = {digest_of(one.name): status.st_size for one, status in _files(store.folder("bases"))}
+    bases = {digest: size for digest, size in links.items() if digest is not None}
+    cold = store.cold_files()
+    numbers = references.numbers({*unknown, *bases, *cold})
+    hot.extend([_ABSENT] * (len(references) - len(hot)))
+    for digest, size in unknown.items():
+        hot[numbers[digest]] = size
+    return _Files(hot, foreign, {numbers[one]: size for one, size in bases.items()}, cold)
 
 
 def _measure_blobs(
-    store: LocalStore, references: References, entries: Sequence[CatalogEntry]
+    store: LocalStore, references: References, expected: Collection[int], files: _Files
 ) -> DiskBlobs:
-    number = references.number
-    hot: dict[int, int] = {}
-    foreign: list[int] = []
-    known = references.by_file_name()
-    for entry, status in _status_of(each_file(store.folder("blobs"))):
-        blob = known[entry.name] if entry.name in known else _number_of(entry.name, references)
-        if blob is None or not stat.S_ISREG(status.st_mode):
-            foreign.append(status.st_size)
-        else:
-            hot[blob] = status.st_size
-    cold_files = {number(digest): (digest, found) for digest, found in store.cold_files().items()}
-    cold = {blob: found.st_size for blob, (_, found) in cold_files.items()}
-    for entry, status in _files(store.folder("bases")):
-        digest = digest_of(entry.name)
-        if digest is not None and number(digest) not in hot:  # otherwise it is the same file
-            cold[number(digest)] = cold.get(number(digest), 0) + status.st_size
-    sizes = hot
-    if cold:
-        sizes = hot | {blob: hot.get(blob, 0) + size for blob, size in cold.items()}
-    expected = set[int]().union(*map(_blobs, entries))
-    disputed = {blob for entry in entries if entry.known for blob in entry.known.other_sizes}
+    """Return the sizes of blobs; ``expected`` are those that manifests reference."""
+    hot, numbers = files.hot, references.numbers(files.cold)
+    cold = {numbers[digest]: status.st_size for digest, status in files.cold.items()}
+    for number, size in files.bases.items():
+        if hot[number] == _ABSENT:  # otherwise it is the same file
+            cold[number] = cold.get(number, 0) + size
+    sizes = array("q", hot)
+    for number, size in cold.items():
+        sizes[number] = max(hot[number], 0) + size
+    disputed = {number for others in references.other_sizes.values() for number in others}
     saved = 0
-    intact = {}
-    for blob, (digest, status) in cold_files.items():
+    right = array("q", hot)
+    """The bytes that blobs have when they are decoded, as far as that is known."""
+    is_expected = bytearray(len(hot))
+    for number in expected if cold else ():
+        is_expected[number] = number not in disputed
+    for digest, status in files.cold.items():
+        number = numbers[digest]
         with contextlib.suppress(BlobstoreError):  # reported with the model that needs it
             base = store.base_of(digest, status)
-            if blob not in hot:
-                size = references.sizes[blob]  # those of other blobs are unknown
-                is_known = blob in expected and blob not in disputed
-                if not is_known or not store.cold_index.has(digest, status):
+            if hot[number] == _ABSENT:
+                size = references.sizes[number]  # those of other blobs are unknown
+                if not is_expected[number] or not store.cold_index.has(digest, status):
                     size = store.open_cold(digest).size
-                elif base is None or number(base) in sizes:
-                    intact[blob] = size
-                saved += size - cold[blob]
+                elif base is None or sizes[references.number(base)] != _ABSENT:
+                    right[number] = size
+                saved += size - cold[number]
     doubtful = {
-        blob
-        for blob in expected
-        if blob in disputed
-        or references.sizes[blob] != (intact if blob in cold else sizes).get(blob)
+        number
+        for number in expected
+        if references.sizes[number] != right[number] or number in disputed
     }
     return DiskBlobs(
         references=references,
@@ -350,21 +445,14 @@ def _measure_blobs(
         cold_sizes=cold,
         saved=saved,
         doubtful=doubtful,
-        foreign=foreign,
+        foreign=files.foreign,
     )
-
-
-def _number_of(name: str, references: References) -> int | None:
-    """Return the number of the blob whose file has a name; None if that is not the file of a blob."""
-    digest = digest_of(name)
-    return None if digest is None else references.number(digest)
 
 
 def _faults(store: LocalStore, found: DiskBlobs, entry: CatalogEntry) -> Iterator[BlobstoreError]:
     if entry.known is None or not found.doubtful:
         return
-    sizes = found.references.sizes_in(entry.known)
-    for number, size in zip(entry.known.blobs, sizes, strict=True):
+    for number, size in zip(entry.known.blobs, entry.known.sizes, strict=True):
         if number in found.doubtful:
             try:
                 store.check_size(found.references.digest(number), size)

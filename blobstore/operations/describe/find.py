@@ -14,7 +14,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start, is_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
@@ -62,7 +62,7 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     """
     store = LocalStore.of(store)
     entries = read_catalog(store)
-    errors = [entry.error for entry in entries if entry.error is not None]
+    errors = [entry.error for entry in entries.unreadable() if entry.error is not None]
     start = id_start(text)
     places = [*_with_digest(entries, start)] if start else []
     if not places:
@@ -75,7 +75,7 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     return FoundPlaces(tuple(places), tuple(errors))
 
 
-def _with_digest(entries: list[CatalogEntry], start: str) -> Iterator[FoundPlace]:
+def _with_digest(entries: Iterable[CatalogEntry], start: str) -> Iterator[FoundPlace]:
     for entry in entries:
         if entry.manifest is None or entry.digest is None:
             continue

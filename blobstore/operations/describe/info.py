@@ -88,10 +88,10 @@ def model_info(
     except BlobstoreError:  # among the faults of the description, or found by verify
         source = None
     texts = dict(small_texts(store, entry.manifest))
-    entries = read_catalog(store)
-    names = [one.reference for one in entries if one.digest == entry.digest]
-    holdings = Holdings(store, entries)
-    held = set(chain.from_iterable(holdings.of[name] for name in names))
+    catalog = read_catalog(store)
+    names = catalog.named(entry.digest)
+    holdings = Holdings(store, catalog)
+    held = set(chain.from_iterable(map(holdings.of, names)))
     files = {number: holdings.files(number) for number in held}
     sizes = {number: sum(file.st_size for file in found) for number, found in files.items()}
     return ModelInfo(

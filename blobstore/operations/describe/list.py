@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError, StoreError
@@ -87,32 +88,35 @@ def choose_models(
     store: LocalStore,
     is_chosen: Callable[[Reference, Digest | None], bool] = lambda *_: True,
     *,
+    repositories: Collection[Reference] = (),
     read_sources: bool,
     read_signatures: bool,
     on_error: Callable[[StoreError], object] | None,
 ) -> tuple[ListedModel, ...]:
-    """Return those models that are chosen by name and digest, as :func:`list_models` does."""
-    entries = read_catalog(store, on_error=on_error)
-    counts = Holdings(store, entries).counts
+    """Return those models that are chosen by name and digest, as :func:`list_models` does.
+
+    With ``repositories``, only those that are tags of them.
+    """
+    catalog = read_catalog(store, on_error=on_error)
+    counts, references = Holdings(store, catalog).counts, catalog.references
     # Summed by number without a loop in Python: there may be millions of references.
-    all_sizes = entries[0].references.sizes if entries else ()
-    shared = [size if counts[number] > 1 else 0 for number, size in enumerate(all_sizes)]
+    sizes = zip(references.sizes, counts, strict=True)
+    shared = array("Q", [size if count > 1 else 0 for size, count in sizes])
     frozen = store.frozen()
     keys = policy_keys(store) if read_signatures else ()
 
     def listed(entry: CatalogEntry) -> ListedModel:
-        reference, modified = entry.reference, entry.modified
-        if entry.known is None:
+        reference, modified, known = entry.reference, entry.modified, entry.known
+        if known is None:
             return ListedModel(reference=reference, modified=modified, error=entry.error)
-        numbers, digest = entry.known.blobs, entry.known.digest
-        sizes = entry.references.sizes_in(entry.known)
+        numbers, digest, sizes = known.blobs, known.digest, known.sizes
         of_others = list(map(shared.__getitem__, numbers))
-        if entry.known.other_sizes:
+        if known.row in references.other_sizes:
             pairs = zip(numbers, sizes, strict=True)
             of_others = [size for number, size in pairs if counts[number] > 1]
         scheme = None
-        if not entry.known.is_unpublished:
-            config = BlobId(entry.references.digest(numbers[0]), sizes[0])
+        if not known.is_unpublished:
+            config = BlobId(references.digest(numbers[0]), sizes[0])
             scheme = scheme_in(store, config) or None
         return ListedModel(
             reference=reference,
@@ -126,6 +130,7 @@ def choose_models(
             signatures=signatures_of(store, digest, keys) if read_signatures else (),
         )
 
+    entries = catalog.of_repositories(repositories) if repositories else catalog
     return tuple(listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
 
 

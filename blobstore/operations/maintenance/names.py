@@ -8,6 +8,7 @@ one is removed.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -26,7 +27,7 @@ from blobstore.store.names import ABSENT
 from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from blobstore.manifests.reference import Names
     from blobstore.store.catalog import CatalogEntry
@@ -239,26 +240,29 @@ def _removable(store: LocalStore, references: Sequence[Reference]) -> list[Catal
 def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedModels:
     """Return the blobs that would be garbage without these names."""
     gone = {entry.reference for entry in entries}
-    every = read_catalog(store)
-    others = [other for other in every if other.reference not in gone]
-    holdings = Holdings(store, every)
+    catalog = read_catalog(store)
+    holdings = Holdings(store, catalog)
     freed = set(holdings.freed(gone))
+    known = [one.known for name in gone if (one := catalog.get(name)) and one.known]
     # Blobs of these names that stay only because others are deltas against them.
-    bases = {n for one in every if one.reference in gone and one.known for n in one.known.blobs}
-    bases = bases.difference(freed, *(other.known.blobs for other in others if other.known))
+    own = Counter(chain.from_iterable(item.blobs for item in known))
+    uses = catalog.references.uses(one.row for one in catalog.known()) if own else ()
+    bases = {n for n, count in own.items() if uses[n] == count}.difference(freed)
+    held: dict[Reference, Collection[int]] = {}
     if bases:  # but not what only the cache of remote models keeps
-        bases.intersection_update(chain.from_iterable(holdings.of[one.reference] for one in others))
+        others = (other for other in catalog if other.reference not in gone)
+        held = {other.reference: holdings.by(other.known) for other in others}
+        bases.intersection_update(chain.from_iterable(held.values()))
     files = [found for number in freed if (found := holdings.files(number))]
     sizes = [sum(item.st_size for item in holdings.files(number)) for number in bases]
-    held = [(other.reference, holdings.of[other.reference]) for other in others if bases]
     return RemovedModels(
         names=tuple(entries),
         blobs=len(files),
         size=sum(item.st_size for found in files for item in found),
         removable=max((item.st_mtime + GRACE for found in files for item in found), default=0),
-        is_last=not others,
+        is_last=not any(other.reference not in gone for other in catalog),
         bases=sum(size > 0 for size in sizes),
         bases_size=sum(sizes),
-        coded=tuple(name for name, numbers in held if not bases.isdisjoint(numbers)),
-        unreadable=tuple(other for other in others if other.error is not None),
+        coded=tuple(name for name, numbers in held.items() if not bases.isdisjoint(numbers)),
+        unreadable=tuple(one for one in catalog.unreadable() if one.reference not in gone),
     )

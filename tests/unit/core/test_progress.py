@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from blobstore.core.progress import Meter, of_passes
+from blobstore.core import progress as progress_module
+from blobstore.core.progress import Meter, Progress, listen, of_passes, reporting
 
 
 def test_adds_up_bytes_and_passes_the_item_on() -> None:
@@ -51,3 +54,21 @@ def test_bytes_that_are_processed_twice_are_done_once() -> None:
     report("x", 3, 10)
     assert seen == [("x", 1, 5)]
     assert of_passes(None, 2) is None
+
+
+def test_a_program_shows_how_many_of_very_many_items_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[tuple[str, int, int]] = []
+
+    @contextlib.contextmanager
+    def shows() -> Iterator[Progress]:
+        yield lambda *step: steps.append(step)
+
+    monkeypatch.setattr(progress_module._Program, "shows", None)
+    assert list(reporting("items", range(1000))) == list(range(1000))
+    listen(shows)
+    assert list(reporting("items", range(10))) == list(range(10))
+    assert steps == []
+    assert list(reporting("items", range(1000))) == list(range(1000))
+    assert steps[1] == ("items: 1 of 1,000", 0, 0)

@@ -47,7 +47,8 @@ def test_reports_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
 
 
 def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
-    store.references = lambda **_: iter((A, B))  # type: ignore[method-assign]
+    found = list(store.repositories())
+    store.repositories = lambda **_: iter(found)  # type: ignore[method-assign]
     store.manifest_path(A).unlink()
     assert [entry.reference for entry in read_catalog(store)] == [B]
 

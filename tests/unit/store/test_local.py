@@ -32,7 +32,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
 from blobstore.store.names import replace_any
 from blobstore.store.notes import NoteKind
-from blobstore.store.scan import is_folder
+from blobstore.store.scan import folders_and_files
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
 
@@ -315,13 +315,13 @@ def test_a_folder_that_vanishes_while_it_is_listed_is_skipped(
     publish(store, "n/other")
     gone = store.manifest_path(Reference.parse("n/other")).parent.parent
 
-    def seen(path: str) -> bool:
-        found = is_folder(path)
-        if path == str(gone):
-            shutil.rmtree(path, ignore_errors=True)
+    def seen(path: str) -> tuple[list[str], list[str]]:
+        found = folders_and_files(path)
+        if path == str(gone.parent):
+            shutil.rmtree(gone, ignore_errors=True)
         return found
 
-    monkeypatch.setattr("blobstore.store.manifests.is_folder", seen)
+    monkeypatch.setattr("blobstore.store.manifests.folders_and_files", seen)
     assert list(store.references()) == [NAME]
 
 
@@ -550,9 +550,13 @@ def test_names_that_cannot_be_listed_are_an_error_and_not_absent(closed: str, mo
         store = LocalStore(folder)
         publish(store, "n/m")
         (folder / closed).chmod(mode)
-        outcome = sandbox.call(lambda: list(store.references()), unprivileged=True)
+        outcome = sandbox.call(
+            lambda: [store.read_manifest(name) for name in store.references()], unprivileged=True
+        )
         (folder / closed).chmod(0o755)
-    assert re.match(f"StoreError: cannot (list|look at) '{folder}/manifests", outcome)
+    # The names in a folder without the right to search it are known, and what they have is not.
+    what = "list|look at|read manifest"
+    assert re.match(f"StoreError: cannot ({what}) '{folder}/manifests", outcome)
     assert outcome.endswith(": Permission denied")
 
 

@@ -16,7 +16,7 @@ from blobstore.core.files import FileVersion, read_regular
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
-from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.operations.describe.disk_usage import measure_models, measure_usage
 from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.list import list_models
 from blobstore.operations.describe.show import describe_model
@@ -120,23 +120,35 @@ def body(data: bytes) -> bytes:
     return data[len(references._MAGIC) + 9 :]
 
 
+BLOB = 32 + 8 + 4
+"""Bytes that the tables have of a blob."""
+
+
 def one_reference(data: bytes) -> bytes:
     """Say with a right checksum that each manifest references one blob, all of them the same."""
     blobs, manifests, _ = struct.unpack_from("=3Q", body(data))
     rest = bytearray(struct.pack("=3Q", blobs, manifests, manifests) + body(data)[24:])
-    begin = 24 + 40 * blobs
+    begin = 24 + BLOB * blobs
     for number in range(manifests):
-        end = begin + references._MANIFEST.size * (number + 1)
-        rest[end - 10 : end - 2] = struct.pack("=2I", 1, 1)
-    end = begin + references._MANIFEST.size * manifests
+        end = begin + references._RECORD.size * (number + 1)
+        rest[end - 18 : end - 2] = struct.pack("=Q2I", number, 1, 1)
+    end = begin + references._RECORD.size * manifests
     return checked(bytes(rest[:end]) + bytes(4 * manifests))
 
 
 def no_blobs(data: bytes) -> bytes:
     """Say with a right checksum that a manifest has no blob, not even a config."""
     blobs, *_ = struct.unpack_from("=3Q", body(data))
-    end = 24 + 40 * blobs + references._MANIFEST.size
+    end = 24 + BLOB * blobs + references._RECORD.size
     return checked(body(data)[: end - 10] + bytes(8) + body(data)[end - 2 :])
+
+
+def with_uses(data: bytes, count: int) -> bytes:
+    """Say with a right checksum that so many manifests reference each blob."""
+    blobs, *_ = struct.unpack_from("=3Q", body(data))
+    begin = 24 + 40 * blobs
+    uses = struct.pack("=i", count) * blobs
+    return checked(body(data)[:begin] + uses + body(data)[begin + len(uses) :])
 
 
 DAMAGES: dict[str, Damage] = {
@@ -144,11 +156,12 @@ DAMAGES: dict[str, Damage] = {
     "truncated": lambda data: data[:-1],
     "longer": lambda data: data + b"x",
     "flipped": lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
-    "of another version": lambda data: data.replace(b"references 4", b"references 0"),
+    "of another version": lambda data: data.replace(b"references 5", b"references 0"),
     "no counts": lambda data: checked(b"x"),
     "counts beyond the end": lambda data: checked(struct.pack("=3Q", 2**60, 2**60, 2**60)),
-    "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),
     "a manifest without blobs": no_blobs,
+    "more uses than manifests": lambda data: with_uses(data, 2**31 - 1),
+    "fewer uses than none": lambda data: with_uses(data, -1),
     "of another store": lambda data: checked(struct.pack("=3Q", 0, 0, 0)),
 }
 
@@ -172,7 +185,12 @@ def swapped(data: bytes) -> bytes:
     return checked(body(data)[:24] + bytes(reversed(digests)) + body(data)[24 + 32 * blobs :])
 
 
-HOSTILE: dict[str, Damage] = {"one reference each": one_reference, "other digests": swapped}
+HOSTILE: dict[str, Damage] = {
+    "one reference each": one_reference,
+    "other digests": swapped,
+    "a number beyond the blobs": lambda data: checked(body(data)[:-4] + b"\xff" * 4),
+    "no uses": lambda data: with_uses(data, 0),
+}
 
 
 def damage_file(store: LocalStore, damage: Damage) -> None:
@@ -289,11 +307,12 @@ def use_model(store: LocalStore) -> None:
         lambda store: list_models(store=store),
         lambda store: model_info("c", store=store),
         lambda store: measure_usage(["c"], store=store),
+        lambda store: measure_models(["c"], store=store),
         lambda store: copy_model("c", "new", store=store),
         lambda store: remove_models(["c"], store=store),
         lambda store: collect_garbage(store=store),
     ],
-    ids=["open", "show", "verify", "list", "info", "du", "cp", "rm", "gc"],
+    ids=["open", "show", "verify", "list", "info", "du", "du NAME", "cp", "rm", "gc"],
 )
 def test_a_command_on_one_model_opens_no_file_of_another(
     store: LocalStore, command: Callable[[LocalStore], object], monkeypatch: pytest.MonkeyPatch
@@ -341,11 +360,11 @@ def test_a_full_disk_keeps_neither_the_answers_nor_the_garbage(
         store = LocalStore(disk / "store")
         add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
         add_blob(store, b"garbage")
-        right = read_catalog(store)[0].blobs
+        right = next(iter(read_catalog(store))).blobs
         path_of(store).unlink()
         before = files(store, "blobs")
         sandbox.fill(disk)
-        assert read_catalog(store)[0].blobs == right
+        assert next(iter(read_catalog(store))).blobs == right
         assert list(path_of(store).parent.glob("*references*")) == []
         collect_garbage(store=store, older_than=0, force=True)
         assert len(files(store, "blobs")) == len(before) - 1
@@ -355,8 +374,8 @@ def test_manifests_may_disagree_about_the_size_of_a_blob() -> None:
     known = References()
     one = known.add(VERSION, A, manifest({B: 5, C: 6}))
     other = known.add(VERSION._replace(inode=9), B, manifest({C: 7, B: 5}))
-    assert known.sizes_in(one) == [5, 6]
-    assert known.sizes_in(other) == [7, 5]
+    assert one.sizes == [5, 6]
+    assert other.sizes == [7, 5]
     assert known.known(VERSION) == one
     assert known.known(VERSION._replace(inode=9)) is None
 
@@ -373,7 +392,7 @@ def test_blobs_of_manifests_that_are_gone_are_dropped(tmp_path: Path) -> None:
     found = again.known(VERSION._replace(inode=7))
     assert found is not None
     assert [again.digest(number) for number in found.blobs] == [Digest.of(b"7"), C]
-    assert again.sizes_in(found) == [7, 3]
+    assert found.sizes == [7, 3]
     assert len(again) == 2
     assert again.number(C) == found.blobs[1]
     assert again.known(VERSION._replace(inode=8)) is None

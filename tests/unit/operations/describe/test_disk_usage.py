@@ -10,7 +10,13 @@ from blobstore.core.files import allocated
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.describe.disk_usage import ModelUsage, Space, StoreUsage, measure_usage
+from blobstore.operations.describe.disk_usage import (
+    ModelUsage,
+    Space,
+    StoreUsage,
+    measure_models,
+    measure_usage,
+)
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.store.cold import ColdShelf
@@ -245,3 +251,30 @@ def test_a_wrong_size_in_one_of_two_manifests_is_reported_for_a_cold_blob(
     models = by_name(measure_usage(store=frozen))
     assert models["child:latest"].faults == ()
     assert len(models["other:latest"].faults) == 2
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_models_alone_are_measured_as_with_the_store(
+    frozen: LocalStore, *, is_damaged: bool
+) -> None:
+    copy_model("child", "copy", store=frozen)
+    blobs = layers(frozen, "child")
+    if is_damaged:
+        Path(frozen.cold_path(blobs["y"].digest)).unlink()
+        (base,) = frozen.cold_bases().values()
+        Path(frozen.blob_path(base)).unlink()
+        Path(frozen.base_path(base)).unlink()
+        frozen.manifest_path("unreadable").parent.mkdir()
+        frozen.manifest_path("unreadable").write_bytes(b"{")
+    for names in (["child"], ["child", "copy"], ["base", "child", "copy"]):
+        found = measure_models(names, store=LocalStore(frozen.root))
+        usage = measure_usage(names, store=LocalStore(frozen.root))
+        assert (found.together, found.together_unique) == (usage.together, usage.together_unique)
+        for one, other in zip(found.models, usage.models, strict=True):
+            assert list(map(str, one.faults)) == list(map(str, other.faults))
+            assert (one.reference, one.size, one.unique) == (
+                other.reference,
+                other.size,
+                other.unique,
+            )
+        assert list(map(str, found.unreadable)) == list(map(str, usage.unreadable))
