@@ -351,7 +351,8 @@ class PullThrough:
             return everyone if everyone.has(repository) else None
         held = asked.held(everyone)
         if held is not None:
-            is_own = held.origin is None or held.origin.is_brought
+            origin = held.origin  # of another repository, if it is a copy
+            is_own = not origin or origin.is_brought or origin.repository != asked.repository
             # Peers do not decide what the store has: each would give its version to the others.
             return everyone if is_own or (held.manifest and not has_upstream) else None
         copied = (

@@ -168,16 +168,18 @@ def test_a_repository_that_was_renamed_and_made_private_is_public_under_no_name(
             assert server.request(FILE)[0] in {404, 502, 503}
 
 
-def test_a_reader_of_a_restricted_model_reads_its_copy_by_commit_too(
-    hub: HubServer, store: LocalStore, tmp_path: Path
+@pytest.mark.parametrize("is_restricted", [True, False])
+def test_a_reader_of_a_fetched_model_reads_its_copy_by_commit_too(
+    hub: HubServer, store: LocalStore, tmp_path: Path, *, is_restricted: bool
 ) -> None:
-    restrict(hub)
+    if is_restricted:
+        restrict(hub)
     with serving(store, tmp_path, "--upstream", hub.url) as server:
         commit = fetch(server, RIGHT)
         copy_model(NAME, "my/copy", store=store)
         for revision in ("main", commit):
             target = f"/my/copy/resolve/{revision}/model.safetensors"
-            assert server.request(target)[0] == 401
+            assert server.request(target)[0] == (401 if is_restricted else 200)
             status, headers, _ = server.request(target, Authorization=RIGHT)
             assert (status, headers["x-repo-commit"]) == (200, commit)
 
