@@ -162,6 +162,18 @@ def parts_of(spans: Sequence[Span]) -> list[Part]:
     return parts
 
 
+def size_by_rule(data: memoryview, span: Span, base: BaseBlob, level: Level) -> float:
+    """Return about the stored size of a span that a rule predicts, from its first chunk."""
+    (part,) = parts_of([span])
+    prediction = _prediction(span, part, base)
+    chunk = _aligned(data[: part.chunk_size], part.width)
+    predicted = None if prediction is None else prediction.read(0, len(chunk))
+    keeps_scales = span.rule is not None and span.rule.keeps_scales
+    encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
+    entry, _ = encoder.encode(chunk, predicted)
+    return entry.stored_size * span.size / len(chunk) + len(_packed(span) or b"")
+
+
 class _ChunkEncoder:
     """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 

@@ -20,7 +20,7 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
-from blobstore.compression.encoder import encode
+from blobstore.compression.encoder import encode, size_by_rule
 from blobstore.compression.spans import Span, split_rows
 from blobstore.compression.table import MAX_CHUNK, MAX_FACTORS
 from blobstore.compression.transforms import width_of
@@ -82,15 +82,16 @@ def estimate_size(
     kinds: dict[object, list[tuple[int, Span]]] = defaultdict(list)
     total = 0.0
     for begin, span in zip(begins, spans, strict=False):
-        if span.rule is not None:
-            total += span.rule.kept_size(span.size)  # samples of the rest were predicted
-            continue
-        kinds[span.size, span.dtype, span.shape, span.base_begin is None].append((begin, span))
+        kind = span.size, span.dtype, span.shape, span.base_begin is None, span.rule is None
+        kinds[kind].append((begin, span))
     for same_kind in kinds.values():
         tried = same_kind[:: -(-len(same_kind) // _SAMPLED_SPANS)]
         size = 0.0
         for begin, span in tried:
-            size += _Sample.of(data, begin, span, base).encoded_size(level)
+            if base is not None and span.rule is not None:
+                size += size_by_rule(data[begin : begin + span.size], span, base, level)
+            else:
+                size += _Sample.of(data, begin, span, base).encoded_size(level)
         total += size * len(same_kind) / len(tried)
     return int(total)
 

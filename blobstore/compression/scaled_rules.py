@@ -107,10 +107,6 @@ class AffineRule(_Rule):
         size = self.group_size * self.bits if self.tensor == CODES else self.cast.bits
         return GgufType(f"int{self.bits}", self.group_size, size // 8)
 
-    def kept_size(self, _size: int) -> int:
-        """Return 0, because all bytes are predicted."""
-        return 0
-
     def pack(self) -> bytes:
         """Return the rule as bytes of a table."""
         types = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.cast]
@@ -191,10 +187,6 @@ class Float8Rule(_Rule):
         height, width = self.block
         rows = size // self.columns
         return -(-rows // (height or rows)), -(-self.columns // (width or self.columns))
-
-    def kept_size(self, size: int) -> int:
-        """Return how many bytes are kept of a part of ``size`` bytes."""
-        return self.scales_size(size)
 
     def with_scales(self, stored: bytes | memoryview, size: int) -> Self:
         """Return the rule with the stored scales of a part of ``size`` bytes."""

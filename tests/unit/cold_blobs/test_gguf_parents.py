@@ -106,7 +106,8 @@ def test_of_quantizations_with_a_search_only_scales_are_kept(
     for item in frozen.blobs:
         if item.digest != parent:
             assert item.stored < kept(digests[item.digest]) + LITTLE
-    assert abs(planned.stored - frozen.stored) < len(CODED) * LITTLE
+    # The table of each file is not estimated.
+    assert 0 <= frozen.stored - planned.stored < 300 * len(frozen.blobs)
     for name, model in blobs.items():
         assert_whole(store, name.lower(), model)
     thaw_models(ladder, store=store)

@@ -210,7 +210,7 @@ def test_blobs_are_the_same_where_subnormal_numbers_are_flushed(rule: Rule) -> N
         return decoded(blob)
 
     stored = where_subnormal_numbers_are_flushed(encoded)
-    kept = rule.kept_size(len(data))
+    kept = rule.scales_size(len(data)) if isinstance(rule, Float8Rule) else 0
     assert len(stored) < 400 + kept
     assert stored == encoded()
     assert read() == data
