@@ -19,6 +19,7 @@ from blobstore.serve.log import write_line
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.serve.visible import Visible
+from blobstore.store.cold import load_decoder
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def serve(
         fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
         access = lambda: fixed  # noqa: E731
 
+    load_decoder()
     with contextlib.ExitStack() as stack:
         through = None
         if upstream is not None or peers:

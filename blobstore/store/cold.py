@@ -58,6 +58,13 @@ LOOKS = 3
 """How often a file is looked for: a blob may be frozen or thawed between two looks."""
 
 
+def load_decoder() -> type[ColdBlobDecoder]:
+    """Return the decoder, whose import takes a while, and in this process fails for good if it ever does."""
+    with _IMPORTING:
+        from blobstore.compression.decoder import ColdBlobDecoder as Decoder  # imports numpy
+    return Decoder
+
+
 class ColdBlob:
     """A cold blob whose file is mapped. Threads may share it."""
 
@@ -79,9 +86,7 @@ class ColdBlob:
         # open files.
         if read is None:
             file.close()
-        with _IMPORTING:
-            from blobstore.compression.decoder import ColdBlobDecoder as Decoder  # imports numpy
-
+        decoder = load_decoder()
         self.digest = digest
         self.base: Digest | None = None
         """The blob that is needed to decode it."""
@@ -93,7 +98,7 @@ class ColdBlob:
         self.stored = file.size
         """Bytes of its file."""
         with self._explained():
-            self.container: ColdBlobDecoder = Decoder(file.data, read and read(file), file.touch)
+            self.container: ColdBlobDecoder = decoder(file.data, read and read(file), file.touch)
             table = self.container.table
             # The name of a file proves nothing: it may have been copied or renamed.
             if table.digest != digest:

@@ -10,6 +10,7 @@ import pytest
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
 from blobstore.serve.serve import serve
 from blobstore.store.local import LocalStore
+from tests.support.serve_process import serving
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "cache.example", ""])
@@ -41,3 +42,13 @@ def test_a_library_that_peers_need_is_missed_before_the_port_is_open(
 
     with pytest.raises(MissingLibrary, match="httpx2"):
         serve(store, peers=["http://localhost:1"], port=0, on_ready=pytest.fail)
+
+
+def test_what_decodes_frozen_models_is_imported_before_the_first_request(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """An import of numpy that fails, for too many open files, fails for as long as the process lives."""
+    pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+    store.root.mkdir()
+    with serving(store, tmp_path, is_new=True) as server:
+        assert "numpy" in Path(f"/proc/{server.process.pid}/maps").read_text()
