@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core import capacity
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobstoreError, StoreError
+from blobstore.store.eviction import choose_evicted
 from blobstore.store.published import hex_digests_of
 from blobstore.store.reachability import ReachableBlobs
 
@@ -170,6 +170,15 @@ class BlobBatch:
         self._import, self._claimed = None, set()
 
 
+class _Cached(NamedTuple):
+    """A cached model with the sizes of its hot blobs."""
+
+    path: Path
+    used: float
+    blobs: dict[str, int]
+    other_size: int = 0
+
+
 def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -> bool:
     """Remove cached models until ``needed`` bytes fit into ``limit``; return whether they do.
 
@@ -190,37 +199,30 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
     # Under the exclusive lock no process can publish a manifest, or begin to rely on a blob that goes.
     with store.exclusive_lock(), store.writing():
         leased = set().union(*store.read_leases().held.values())
-        models = sorted(store.remote_cache.all(), key=lambda model: model.used)
+        found = list(store.remote_cache.all())
+        sizes = {name: _size(store, name) for name in {name for one in found for name in one.blobs}}
+        models = [
+            _Cached(one.path, one.used, {name: sizes[name] for name in one.blobs}) for one in found
+        ]
         reachable = ReachableBlobs(store, cached_within=-1)  # by models of the store itself
         reachable.update()
-        reachable.prove({name for model in models for name in model.blobs})
+        reachable.prove(sizes.keys())
         own = reachable.reached() | hex_digests_of(store.names.published.lost())
-        # Blobs of the store's own models stay in any case, so they do not count.
-        sizes = {
-            name: size
-            for model in models
-            for name in model.blobs
-            if name not in own and (size := _size(store, name))
-        }
-        kept = sum(sizes.values())
-        # A blob that several cached models share goes with the last of them.
-        users = Counter(name for model in models for name in set(model.blobs))
-        for model in models:
-            if kept + needed <= limit:
-                break
-            if model.path.name == manifest.hex:
-                continue
-            names = set(model.blobs)
-            users.subtract(names)
-            for name in names & sizes.keys():
-                digest = Digest(name)
-                # A second hard link marks the base of cold blobs.
-                if not users[name] and digest not in leased and not store.has_base_link(digest):
-                    Path(store.blob_path(digest)).unlink(missing_ok=True)
-                    kept -= sizes.pop(name)
+
+        def freed(model: _Cached, only: set[str]) -> set[str] | None:
+            # A second hard link marks the base of cold blobs.
+            kept = {
+                one for one in only if Digest(one) in leased or store.has_base_link(Digest(one))
+            }
+            return None if model.path.name == manifest.hex else only - kept
+
+        evicted, excess = choose_evicted(models, own, limit - needed, freed)
+        for model, blobs in evicted:
+            for name in blobs:
+                Path(store.blob_path(Digest(name))).unlink(missing_ok=True)
             # Last: a process that is killed before leaves a model whose missing blobs are read again.
             model.path.unlink(missing_ok=True)
-        return kept + needed <= limit
+        return not excess
 
 
 def _size(store: LocalStore, name: str) -> int:

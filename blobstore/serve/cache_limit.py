@@ -12,11 +12,10 @@ import contextlib
 import resource
 import shutil
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
@@ -26,14 +25,15 @@ from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.names import repository_of
 from blobstore.serve.refusal import Refusal
+from blobstore.store.eviction import choose_evicted
 from blobstore.store.scan import scan_folder, walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.library import Library
-    from blobstore.serve.pulled import Origin, PulledModels
+    from blobstore.serve.pulled import Origin
 
 IDLE_SECONDS: Final = 180.0
 """Seconds that a model stays after its last byte was sent, longer than the slowest client may pause."""
@@ -46,14 +46,10 @@ class _Fetched:
     """A version that was fetched: its manifests, with the names that have them now, and its blobs."""
 
     origin: Origin
+    used: float
     manifests: list[tuple[Reference, Digest]] = field(default_factory=list)
     blobs: dict[str, int] = field(default_factory=dict)
-    """Bytes by hex digests."""
-    only: set[str] = field(default_factory=set)
-    """Blobs that no other remaining version has."""
-
-    def last_use(self, pulled: PulledModels) -> float:
-        return pulled.last_use(self.origin)
+    other_size: ClassVar = 0
 
 
 @dataclass(slots=True)
@@ -61,12 +57,9 @@ class _BrokenOff:
     """The files of an interrupted fetch, which continues with them if the model is asked for again."""
 
     folder: Path
-    size: int
-
-    def last_use(self, _: PulledModels) -> float:
-        with contextlib.suppress(OSError):
-            return self.folder.stat().st_mtime
-        return 0.0
+    used: float
+    other_size: int
+    blobs: ClassVar[Mapping[str, int]] = {}
 
 
 class CacheLimit:
@@ -136,8 +129,8 @@ class CacheLimit:
             # Before space is made, so that the sum below includes this claim.
             claim.taken = min(claim.size, max(2 * claim.spent, _STEP))
             arriving = sum(one.taken for one in self._claims)
-            for item in self._oldest(self._max_size - arriving)[0]:
-                self._remove(item)
+            for item, only in self._oldest(self._max_size - arriving)[0]:
+                self._remove(item, only)
 
     def release(self, claim: Claim) -> None:
         """See :class:`Space`."""
@@ -180,46 +173,28 @@ class CacheLimit:
         except (BlobstoreError, OSError):
             return True
 
-    def _oldest(self, most: int) -> tuple[list[_Removable], int]:
-        """Return the items to remove until at most ``most`` bytes are left, and the bytes in excess even then.
-
-        Raises BlobstoreError.
-        """
-        found: list[_Removable] = []
+    def _oldest(self, most: int) -> tuple[list[tuple[_Removable, set[str]]], int]:
+        """Return what :func:`choose_evicted` returns. Raises BlobstoreError."""
         fetched, own = self._versions()
-        broken_off = self._broken_off()
-        users = Counter(blob for one in fetched for blob in one.blobs)
-        sizes = {blob: size for one in fetched for blob, size in one.blobs.items()}
-        total = sum(sizes[one] for one in sizes.keys() - own) + sum(one.size for one in broken_off)
-        items: list[_Removable] = [*fetched, *broken_off]
         # A forecast: the removal looks at the leases again, under the lock.
         leased = {digest.hex for digest in self._store.read_leases().digests}
-        for item in sorted(items, key=lambda one: one.last_use(self._pulled)):
-            if total <= most:
-                break
-            if isinstance(item, _BrokenOff):
-                found.append(item)
-                total -= item.size
-                continue
-            item.only = {blob for blob in item.blobs if users[blob] == 1} - own
-            if item.only.isdisjoint(leased) and self._is_idle(item):
-                found.append(item)
-                users.subtract(item.blobs.keys())
-                total -= sum(item.blobs[one] for one in item.only)
-        return found, max(total - most, 0)
 
-    def _broken_off(self) -> list[_BrokenOff]:
-        """Return the files of interrupted fetches."""
+        def freed(item: _Removable, only: set[str]) -> set[str] | None:
+            is_free = isinstance(item, _BrokenOff) or self._is_idle(item)
+            return only if is_free and only.isdisjoint(leased) else None
+
+        return choose_evicted([*fetched, *self._broken_off()], own, most, freed)
+
+    def _broken_off(self) -> Iterator[_BrokenOff]:
+        """Yield the files of interrupted fetches."""
         claimed = {claim.folder for claim in self._claims}
-        folders = [Path(entry.path) for entry in scan_folder(self._folder)]
-        return [
-            _BrokenOff(
-                folder,
-                sum(entry.stat(follow_symlinks=False).st_size for entry in walk_files(folder)),
-            )
-            for folder in folders
-            if folder not in claimed
-        ]
+        for entry in scan_folder(self._folder):
+            folder, used = Path(entry.path), 0.0
+            if folder not in claimed:
+                with contextlib.suppress(OSError):
+                    used = entry.stat().st_mtime
+                files = [one.stat(follow_symlinks=False).st_size for one in walk_files(folder)]
+                yield _BrokenOff(folder, used, sum(files))
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
         """Return the fetched versions, and the hex digests of the blobs of other models. Raises BlobstoreError."""
@@ -234,7 +209,10 @@ class CacheLimit:
                 if origin is None or not is_given:
                     own |= blobs.keys()
                     continue
-                version = found.setdefault((origin.repository, origin.commit), _Fetched(origin))
+                used = self._pulled.last_use(origin)
+                version = found.setdefault(
+                    (origin.repository, origin.commit), _Fetched(origin, used)
+                )
                 version.blobs |= blobs
                 if is_current:
                     version.manifests.append((reference, Digest.of(data)))
@@ -259,7 +237,7 @@ class CacheLimit:
     def _is_idle(self, version: _Fetched) -> bool:
         return all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests)
 
-    def _remove(self, version: _Removable) -> None:
+    def _remove(self, version: _Removable, only: set[str]) -> None:
         if isinstance(version, _BrokenOff):
             shutil.rmtree(version.folder, ignore_errors=True)
             return
@@ -269,7 +247,7 @@ class CacheLimit:
                 with contextlib.suppress(BlobstoreError):
                     if Digest.of(self._store.read_manifest(reference)) == manifest:
                         self._store.names.remove(reference)
-        freed = remove_blobs(self._store, version.only)
+        freed = remove_blobs(self._store, only)
         # After the name and the blobs: without its record, a fetched model would look like one of the store's own.
         self._forget(version.origin)
         origin = version.origin

@@ -90,7 +90,7 @@ def test_files_of_a_lost_upstream_stay_and_are_not_fetched_again(
     found = left(through)
     assert found[WEIGHTS] >= 100_000
     assert not through._limit._claims
-    assert sum(item.size for item in through._limit._broken_off()) == sum(found.values())
+    assert sum(item.other_size for item in through._limit._broken_off()) == sum(found.values())
     before = through._fetches.fetched
     assert arrive(through).error is None
     size = sum(path.stat().st_size for path in repo.folder.iterdir())

@@ -291,7 +291,7 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     copy_model("org/a", "copy/a", store=store)
     (removed, *_), _ = limit._oldest(0)
     limit._pulled.note_public("org/a", is_public=False)
-    limit._remove(removed)
+    limit._remove(*removed)
     assert names(store) == ["a", "b"]
     assert not limit._pulled.is_public("org/a")
 
