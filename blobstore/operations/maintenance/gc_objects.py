@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 GRACE: Final = 86400.0
 """The default age in seconds from which blobs are removed; other programs hold no leases."""
 _IMPLAUSIBLE: Final = 0.9
+_NOTES: Final = (COLD_INDEXES, COLD_BASES, HEADERS)
+"""Folders of objects that belong to manifests."""
 _STREAMS: Final = 16
 _BATCH: Final = 1000
 """Objects whose deletion is requested at once."""
@@ -94,7 +96,9 @@ def collect_objects(
         blobs = dict(_blobs(store))
         leased = collection.leased()
         references = store.references()
-        needed = _needed(store, references)
+        # After the leases, too: a push writes them before its name.
+        notes = [item for folder in _NOTES for item in store.client.list(folder)]
+        needed = _needed(store, references, {item.key for item in notes})
         garbage = {digest: item for digest, item in blobs.items() if digest not in needed}
         oldest = collection.now - timedelta(seconds=age)
 
@@ -111,11 +115,10 @@ def collect_objects(
         refusal = _refusal(store, blobs, removable, references)
         if refusal and not (force or dry_run):
             raise ImplausibleGarbage(refusal, advice="if that is right, pass force=True")
-        # Lists of compressed forms, and headers, of manifests that no name has are of no use.
+        # Of manifests that no name has these are of no use.
         removable += [
             item
-            for folder in (COLD_INDEXES, COLD_BASES, HEADERS)
-            for item in store.client.list(folder)
+            for item in notes
             if item.key.rpartition("/")[2] not in {digest.hex for digest in needed} and is_old(item)
         ]
         removed = removable if dry_run else list(_delete(store, removable, collection))
@@ -140,8 +143,11 @@ def _blobs(store: ObjectStore) -> Iterator[tuple[Digest, ObjectInfo]]:
             yield digest, item
 
 
-def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
-    """Return the blobs that manifests need, the manifests themselves among them."""
+def _needed(store: ObjectStore, references: list[Reference], notes: set[str]) -> set[Digest]:
+    """Return the blobs that manifests need, the manifests themselves among them.
+
+    ``notes`` are the keys of the lists of compressed forms. A push that adds one has a lease, which holds the forms.
+    """
 
     def needs(reference: Reference) -> set[Digest]:
         try:
@@ -159,6 +165,7 @@ def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
             *(
                 layer.stored.digest
                 for folder in (COLD_INDEXES, COLD_BASES)
+                if f"{folder}/{digest.hex}" in notes
                 for layer in parse_cold_layers(
                     store.read_for_manifest(folder, digest) or b""
                 ).values()

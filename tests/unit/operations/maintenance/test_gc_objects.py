@@ -51,6 +51,25 @@ def test_blobs_of_removed_models_are_deleted_and_shared_ones_stay(
     assert push.is_unchanged
 
 
+def test_one_request_for_each_model_is_enough(
+    local: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"file://{tmp_path}/bucket"
+    for name in ("one", "two"):
+        push_model(name, place, store=local)
+    asked: list[str] = []
+    get = ObjectClient.get
+
+    def noted(client: ObjectClient, key: str, *arguments: Any) -> Any:
+        asked.append(key)
+        return get(client, key, *arguments)
+
+    monkeypatch.setattr(ObjectClient, "get", noted)
+    collect_objects(place, older_than=0)
+    assert sum(key.startswith("manifests/") for key in asked) == 2
+    assert not any("cold" in key for key in asked)
+
+
 def test_a_mistyped_store_is_an_error_and_nothing_is_written(
     local: LocalStore, tmp_path: Path
 ) -> None:
