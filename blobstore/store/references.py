@@ -88,6 +88,11 @@ class KnownManifest(NamedTuple):
         return self.references.numbers_of(self.row)
 
     @property
+    def length(self) -> int:
+        """How many these are."""
+        return self._record.length
+
+    @property
     def others(self) -> int:
         """How many of the first of these are not tensors, or not only tensors."""
         return self._record.others

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_BATCH = 64
 _BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
 
 
@@ -100,8 +101,9 @@ def each_file(folder: str | Path) -> Iterator[os.DirEntry[str]]:
     """Yield what :func:`walk_files` does, in any order and one at a time, for folders with very many files."""
     try:
         with os.scandir(folder) as found:
-            for entry in found:
-                interrupts.check()
+            for number, entry in enumerate(found):
+                if not number % _BATCH:
+                    interrupts.check()
                 if entry.is_dir(follow_symlinks=False):
                     yield from walk_files(entry.path)
                 else:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import stat
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,12 +167,12 @@ def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage
     """
     store = LocalStore.of(store)
     asked = Reference.all_of(references)
-    read_entries(store, asked)
+    read_entries(store, asked)  # fails if one of them does not exist
     catalog = read_catalog(store)
     holdings = Holdings(store, catalog)
+    entries = [entry for name in asked if (entry := catalog.get(name))]
     found = _Files(array("q", [_ABSENT]) * len(catalog.references), [], {}, {})
-    known = [entry.known for name in asked if (entry := catalog.get(name))]
-    for number in set[int]().union(*map(holdings.by, known)):
+    for number in set[int]().union(*(holdings.by(entry.known) for entry in entries)):
         digest = catalog.references.digest(number)
         if hot := status_of(store.blob_path(digest)):
             found.hot[number] = hot.st_size
@@ -178,9 +180,9 @@ def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage
             found.bases[number] = base.st_size
         if cold := status_of(store.cold_path(digest)):
             found.cold[digest] = cold
-    expected = set[int]().union(*(one.blobs for one in known if one))
+    expected = set[int]().union(*(_blobs(entry.known) for entry in entries))
     blobs = _measure_blobs(store, catalog.references, expected, found)
-    return _models_usage(store, catalog, holdings, blobs, asked)
+    return _models_usage(store, catalog, holdings, blobs, entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +254,13 @@ def _lost_names(store: LocalStore) -> list[BlobstoreError]:
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
     """Return the disk usage of some models, or all, of a store that was read."""
     store, catalog, holdings, blobs = disk.store, disk.catalog, disk.holdings, disk.blobs
-    models = _models_usage(store, catalog, holdings, blobs, references or disk.entries)
+    chosen = [disk.entries[name] for name in references or disk.entries if name in disk.entries]
+    models = _models_usage(store, catalog, holdings, blobs, chosen)
     sizes, counts, cached = blobs.all_sizes, holdings.counts, holdings.cached
     by_names = list(counts)
     for number in cached:
         by_names[number] -= 1
     direct = catalog.references.uses(known.row for known in catalog.known())
-    present = (max(size, 0) for size in sizes)
     downloads: list[int] = []
     locks: list[int] = []
     for entry, status in _files(store.folder("partial")):
@@ -276,7 +278,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         saved=blobs.saved,
         names=len(catalog),
         referenced=blobs.space(n for n, count in enumerate(by_names) if count),
-        without_sharing=sum(map(mul, by_names, present)),
+        without_sharing=sum(map(mul, by_names, blobs.present)),
         bases=blobs.space(n for n, count in enumerate(by_names) if count and not direct[n]),
         unreferenced=blobs.space(n for n in range(len(sizes)) if n >= len(counts) or not counts[n]),
         foreign=_total(blobs.foreign),
@@ -292,7 +294,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
                     (*parts.values(), store.folder("published")),
                 ),
                 *locks,
-                *(max(sizes[number], 0) for number in cached if not by_names[number]),
+                *(blobs.present[number] for number in cached if not by_names[number]),
             ]
         ),
         copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
@@ -304,30 +306,28 @@ def _models_usage(
     catalog: Catalog,
     holdings: Holdings,
     blobs: DiskBlobs,
-    references: Iterable[Reference],
+    entries: Sequence[CatalogEntry],
 ) -> ModelsUsage:
     counts = holdings.counts
-    models: list[ModelUsage] = []
-    together = set[int]()
-    for name in references:
-        if (entry := catalog.get(name)) is None:
-            continue
-        held = holdings.by(entry.known)
-        together.update(held)
-        models.append(
+    held = [holdings.by(entry.known) for entry in entries]
+    uses = Counter(chain.from_iterable(held))
+    # Looked up without a loop in Python: there may be millions of references.
+    pairs = zip(blobs.present, counts, strict=False)
+    own = array("q", [size if count == 1 else 0 for size, count in pairs])
+    return ModelsUsage(
+        models=tuple(
             ModelUsage(
-                reference=name,
-                blobs=0 if entry.known is None else len(entry.known.blobs),
-                size=blobs.space(held).size,
-                unique=blobs.space([number for number in held if counts[number] == 1]).size,
+                reference=entry.reference,
+                blobs=0 if entry.known is None else entry.known.length,
+                size=sum(map(blobs.present.__getitem__, numbers)),
+                unique=sum(map(own.__getitem__, numbers)),
                 faults=tuple(_faults(store, blobs, entry)),
                 error=entry.error,
             )
-        )
-    return ModelsUsage(
-        models=tuple(models),
-        together=blobs.space(together),
-        together_unique=blobs.space(holdings.freed(model.reference for model in models)),
+            for entry, numbers in zip(entries, held, strict=True)
+        ),
+        together=blobs.space(uses),
+        together_unique=blobs.space(n for n, count in uses.items() if count == counts[n]),
         unreadable=tuple(one.error for one in catalog.unreadable() if one.error is not None),
     )
 
@@ -346,6 +346,11 @@ class DiskBlobs:
     """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
+
+    @cached_property
+    def present(self) -> Sequence[int]:
+        """The same with 0 for blobs that are not there."""
+        return array("q", [max(0, size) for size in self.all_sizes])
 
     @cached_property
     def sizes(self) -> Mapping[Digest, int]:
@@ -385,12 +390,15 @@ def _list_files(store: LocalStore, references: References) -> _Files:
     known = references.by_file_name()
     hot, foreign = array("q", [_ABSENT]) * len(references), list[int]()
     unknown: dict[Digest, int] = {}
-    for entry, status in _status_of(each_file(store.folder("blobs"))):
-        if not stat.S_ISREG(status.st_mode):
-            foreign.append(status.st_size)
-        elif (number := known.get(entry.name)) is not None:
+    for entry in each_file(store.folder("blobs")):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # removed since
+            continue
+        number = known.get(entry.name)
+        if number is not None and stat.S_ISREG(status.st_mode):
             hot[number] = status.st_size
-        elif (digest := digest_of(entry.name)) is not None:
+        elif (digest := digest_of(entry.name)) is not None and stat.S_ISREG(status.st_mode):
             unknown[digest] = status.st_size
         else:
             foreign.append(status.st_size)
