@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blobstore.remotes.catalog import RemoteEntry
     from blobstore.store.local import LocalStore
 
+_Item = TypeVar("_Item")
 Order = Literal["name", "size", "shared", "frozen", "modified"]
 
 _FIELDS = (
@@ -38,10 +39,12 @@ _FIELDS = (
     "Order of the models: by name, largest first, or latest first for modified.",
     default="name",
 )
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List the first N alone.")
 @options.shared("plain-http", "store", "json")
 def command(
     patterns: tuple[str, ...],
     order: Order,
+    limit: int | None,
     store: LocalStore,
     plain_http: bool | None,
     out: Output,
@@ -67,7 +70,7 @@ def command(
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
-        _show_remote(patterns, plain_http, order, out)
+        _show_remote(patterns, plain_http, order, limit, out)
         return
     unreadable: list[StoreError] = []
 
@@ -85,11 +88,12 @@ def command(
     _check_found(store, models, patterns, unreadable)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
+    models, notes = _first(models, limit)
     out.result(
         lambda: _as_json(models, unreadable),
         _as_table(models) if models else "",
         names=[model.reference for model in models],
-        notes=arguments.store_notes(store),
+        notes=(*arguments.store_notes(store), *notes),
     )
     errors = [listed.error for listed in models if listed.error is not None]
     exit_code = Damaged.exit_code if errors else StoreError.exit_code
@@ -106,14 +110,26 @@ def _repositories(patterns: Sequence[str]) -> list[Reference]:
     return list(map(Reference.parse, patterns))
 
 
+def _first(items: Sequence[_Item], limit: int | None) -> tuple[Sequence[_Item], list[str]]:
+    """Return the items that are listed, and what to say of the others."""
+    if limit is None or len(items) <= limit:
+        return items, []
+    return items[:limit], [f"{limit:,} of {len(items):,} models are listed"]
+
+
 def _show_remote(
-    addresses: Sequence[str], plain_http: bool | None, order: Order, out: Output
+    addresses: Sequence[str],
+    plain_http: bool | None,
+    order: Order,
+    limit: int | None,
+    out: Output,
 ) -> None:
     from blobstore.remotes.catalog import read_remote_catalog, shared_sizes
 
     if len(addresses) > 1:
         raise click.UsageError("an address cannot be combined with other patterns")
     entries = read_remote_catalog(addresses[0], plain_http=plain_http)
+    models: Sequence[tuple[RemoteEntry, int]]
     models = list(zip(entries, shared_sizes(entries), strict=True))
     keys: dict[Order, Callable[[tuple[RemoteEntry, int]], float]] = {
         "size": lambda pair: pair[0].size or 0,
@@ -121,9 +137,10 @@ def _show_remote(
         "modified": lambda pair: pair[0].modified or 0,
     }
     if order in keys:
-        models.sort(key=keys[order], reverse=True)
+        models = sorted(models, key=keys[order], reverse=True)
     elif order != "name":
         raise click.UsageError(f"--sort {order} is for models of the store")
+    models, notes = _first(models, limit)
     out.result(
         {
             "models": [
@@ -136,6 +153,7 @@ def _show_remote(
         },
         _remote_table(models) if models else "no models: all names were removed",
         names=[entry.address for entry, _ in models],
+        notes=notes,
     )
     if output.is_verbose() and not out.is_json:
         from blobstore.operations.sign.report import describe_signers

@@ -158,3 +158,14 @@ def test_lists_what_it_can_if_a_folder_of_manifests_is_closed(
     assert "open:latest" in text
     assert f"blobstore: error: {error}\n" in text
     assert missed.endswith(f"blobstore: error: {error}\n")
+
+
+def test_lists_no_more_models_than_asked_for(stored: LocalStore, moe: Path) -> None:
+    run("create", moe, "moe")
+    run("cp", "moe", "zoe")
+    result = run("list", "--sort", "size", "--limit", "2")
+    assert len(result.stdout.splitlines()) == 3
+    assert result.stderr == "note: 2 of 3 models are listed\n"
+    names = [model["name"] for model in run_json("list", "--limit", "2")["models"]]
+    assert names == ["dense:latest", "moe:latest"]
+    assert run("list", "--limit", "3").stderr == ""
