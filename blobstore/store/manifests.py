@@ -21,10 +21,10 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
 from blobstore.store.blobs import BlobReader
-from blobstore.store.scan import folders_and_files, list_names
+from blobstore.store.scan import folders_and_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from blobstore.manifests.descriptor import PlainDescriptors
@@ -205,27 +205,6 @@ class ManifestReader(BlobReader):
                 for model in inside(host, namespace)[0]:
                     if files := inside(host, namespace, model)[1]:
                         yield (host, namespace, model), files
-
-    def spellings(self, repository: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return the paths of all tags of the repositories that differ from this one in case at most.
-
-        Each has four parts, as :attr:`Reference.parts`. A folder that cannot be read has no tags.
-        """
-        found: list[tuple[str, ...]] = [()]
-        for part in (*repository, None):
-            found = [
-                (*parents, name)
-                for parents in found
-                for name in self._names_in(parents)
-                if part is None or name.lower() == part.lower()  # names are ASCII
-            ]
-        return found
-
-    def _names_in(self, parents: Sequence[str]) -> Iterable[str]:
-        try:
-            return list_names(self._layout.manifests.joinpath(*parents))
-        except StoreError:
-            return ()
 
     def has_model(self, reference: str | Reference) -> bool:
         """Return whether the name ``reference`` exists, whether its manifest can be read or not.

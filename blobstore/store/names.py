@@ -31,6 +31,7 @@ from blobstore.store.fetched import BROUGHT, fetched_from, link_name, record_nam
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.notes import pack
 from blobstore.store.published import Published, remove_empty
+from blobstore.store.spellings import Spellings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -121,6 +122,7 @@ class Names:
         self._locks = locks
         self._signatures = signatures
         self._history = History(store._layout)
+        self._spellings = Spellings(store._layout.manifests)
         self.published = Published(store)
         """The manifests of names once more, to know which were lost."""
 
@@ -177,10 +179,12 @@ class Names:
             NameConflict: there is such a name, and ``reference`` does not exist yet.
         """
         reference = Reference.of(reference)
-        repository, tag = reference.parts[:3], reference.tag.lower()
-        found = self._store.spellings(repository)
-        if any(one[:3] == repository for one in found):  # then only the tag can differ
-            found = [one for one in found if one[:3] == repository and one[3].lower() == tag]
+        repository = reference.parts[:3]
+        if self._spellings.has_tags(repository):  # then only the tag can differ
+            found = [one for one in self._spellings.of(reference.parts) if one[:3] == repository]
+        else:
+            others = self._spellings.of(repository)
+            found = [(*one, tag) for one in others if (tag := self._spellings.first_tag(one))]
         if found and reference.parts not in found:
             host, namespace, model, other_tag = found[0]  # a tag that no name has may lie there
             existing = str(Reference(host, namespace, model, reference.tag)).rpartition(":")[0]
@@ -321,6 +325,7 @@ class Names:
         path = self._store.manifest_path(reference)
         self.published.remove([reference], durable=False)  # it is of the former manifest
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+        self._spellings.note(reference.parts)
         self.published.add(reference)
 
     def _undo(self, model: NewModel, before: bytes | None) -> None:
