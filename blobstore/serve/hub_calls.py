@@ -110,7 +110,6 @@ class Routes:
                     takes[-1:] == ["PATH"] and len(rest) >= len(takes) - 1
                 ):
                     return route, names[:count], "".join(rest[:1]), "/".join(rest[1:])
-                return None
         if not is_api:
             return None
         if names in ((), ("",)):

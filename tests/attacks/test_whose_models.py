@@ -13,8 +13,9 @@ import pytest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
-from blobstore.operations.create.create import import_source
+from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
@@ -162,6 +163,24 @@ def test_a_fetched_model_is_public_if_its_repository_is(cache: LocalStore, sourc
     assert is_shown(cache, COPY)
 
 
+def test_a_model_that_an_earlier_version_has_fetched_stays_restricted(
+    store: LocalStore, source: Path
+) -> None:
+    """Its manifest does not say that it was fetched: its record does."""
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=False)
+    path = pulled._path(*COMMIT)
+    path.write_bytes(path.read_bytes().replace(b',"marked":true', b""))
+    import_as(store, source, NAME)
+    copy_model(NAME, COPY, store=store)
+    assert not is_shown(store, COPY)
+    fetch(store, source, NAME)  # the copy is still there
+    assert not is_shown(store, COPY)
+    assert not is_shown(store, NAME)
+    path.write_bytes(b"{")
+    assert not is_shown(store, COPY)
+
+
 # What is the user's
 
 
@@ -176,6 +195,27 @@ def test_a_model_that_the_user_imports_is_shown_before_and_after_a_fetch_of_its_
     assert not is_shown(store, other)
     copy_model(NAME, COPY, store=store)
     assert is_shown(store, COPY)
+
+
+def test_a_copy_becomes_the_users_by_way_of_a_folder(cache: LocalStore, tmp_path: Path) -> None:
+    copy_model(NAME, COPY, store=cache)
+    export_model(COPY, tmp_path / "folder", store=cache)
+    create(tmp_path / "folder", COPY, store=cache)
+    assert is_shown(cache, COPY)
+    assert not is_shown(cache, NAME)
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_model_that_the_user_imports_while_a_fetch_gives_the_name_is_his(
+    store: LocalStore, source: Path, *, is_noted: bool
+) -> None:
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=False)
+    if is_noted:
+        pulled.giving(NAME, COMMIT)
+    import_as(store, source, NAME)
+    assert not pulled.has_given(NAME)
+    assert is_shown(store, NAME)
 
 
 @pytest.mark.parametrize("how", ["import", "copy", "archive"])

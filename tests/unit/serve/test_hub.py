@@ -58,6 +58,14 @@ def test_a_tag_main_is_a_tag_and_the_branch_only_where_there_is_no_other(
     assert ask(library, "/api/models/org/only/revision/HEAD").status == 404
 
 
+def test_a_model_whose_name_is_the_word_of_a_route_has_an_info(
+    library: Library, folder: Path
+) -> None:
+    create(folder, "team/tree", store=library.store)
+    for target in ("/api/models/team/tree", "/api/models/team/tree/revision/main"):
+        assert json_of(ask(library, target))["id"] == "team/tree"
+
+
 def test_a_name_that_is_too_long_for_a_store_says_so(library: Library) -> None:
     response = ask(library, f"/org/{'a' * 81}/resolve/main/config.json")
     assert response.status == 400
