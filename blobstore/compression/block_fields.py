@@ -39,6 +39,7 @@ _SIZES: Final[dict[str, tuple[int, ...]]] = {
     "IQ4_NL": (*_HALF, 16),
     "IQ4_XS": (*_HALF, 1, 1, 4, 128),
     "MXFP4": (1, 16),
+    "NVFP4": (4, 32),
 }
 """Bytes of the fields of a block, in their order."""
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from blobstore.gguf.k_quants import iq4_xs_scales, q3_k_scales, scales_and_minima
-from blobstore.gguf.simple_blocks import LEVELS, half
+from blobstore.gguf.quantize import e2m1_codes
+from blobstore.gguf.simple_blocks import E4M3, LEVELS, half
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,10 @@ _CODES_BY_HALVES: Final = np.searchsorted(
     LEVELS[1:].astype(np.int64) + LEVELS[:-1], np.arange(-_ZERO, _ZERO), side="right"
 ).astype(np.uint8)
 """The code of the level nearest to a number, the upper one of two, by the halves that are not above it."""
+
+
+_E8M0: Final = np.ldexp(np.float32(1), np.where(np.arange(256) > 3, np.arange(256) - 128, -999))
+"""The scales of MXFP4; 0 where a subnormal weight could have another code than 0."""
 
 
 def _packed(codes: Array, bits: int) -> Array:
@@ -56,11 +61,20 @@ class _Layout(NamedTuple):
     """Returns the fields that codes ``[n, weights]`` are stored in, in their order."""
     least: int = 0
     most: int = 0
-    """The range of the quotient; the code is the distance from ``least``. Both are 0 for codes of levels."""
+    """The range of the quotient; the code is the distance from ``least``. Both are 0 for codes of levels or E2M1."""
+    is_e2m1: bool = False
 
 
 def _scale(blocks: Array) -> tuple[Array, None]:
     return half(blocks, 0), None
+
+
+def _mxfp4(blocks: Array) -> tuple[Array, None]:
+    return _E8M0.take(blocks[:, :1]), None
+
+
+def _nvfp4(blocks: Array) -> tuple[Array, None]:
+    return E4M3.take(blocks[:, :4]), None
 
 
 def _scale_and_least(blocks: Array) -> tuple[Array, Array]:
@@ -116,6 +130,10 @@ def _pack_nibbles(codes: Array) -> tuple[Array]:
     return (_packed(codes.reshape(-1, 2, 16), 4),)
 
 
+def _pack_nvfp4(codes: Array) -> tuple[Array]:
+    return (_packed(codes.reshape(-1, 4, 2, 8), 4),)
+
+
 def _pack_fives(codes: Array) -> tuple[Array, Array]:
     high = np.packbits(codes >> 4, axis=1, bitorder="little")
     return high, _packed((codes & 15).reshape(-1, 2, 16), 4)
@@ -133,6 +151,8 @@ _LAYOUTS: Final = {
     "Q5_1": _Layout(4, 24, _scale_and_least, _pack_fives, 0, 31),
     "IQ4_NL": _Layout(2, 18, _scale, _pack_nibbles),
     "IQ4_XS": _Layout(8, 136, _iq4_xs, _pack_nibbles),
+    "MXFP4": _Layout(1, 17, _mxfp4, _pack_nibbles, is_e2m1=True),
+    "NVFP4": _Layout(4, 36, _nvfp4, _pack_nvfp4, is_e2m1=True),
 }
 CODED: Final = frozenset(_LAYOUTS)
 """The names of the types whose codes follow from their scales."""
@@ -173,10 +193,13 @@ def _fill(layout: _Layout, rows: Array, blocks: Array) -> None:
     parts = values.reshape(*scales.shape, -1)
     if added is not None:
         parts += added[..., None]
-    if layout.most:
+    if layout.most or layout.is_e2m1:
         # Divided by 0, a subnormal weight is infinite, or NaN if it is flushed. Divided by NaN, all are NaN.
         parts /= np.where(scales == 0, np.float32(np.nan), scales)[..., None]
-        codes = _nearest_integers(values, layout.least, layout.most)
+        if layout.is_e2m1:
+            codes = e2m1_codes(values)
+        else:
+            codes = _nearest_integers(values, layout.least, layout.most)
     else:
         parts *= np.where(scales == 0, np.float32(0), 1 / scales)[..., None]
         codes = _nearest_levels(values)

@@ -229,13 +229,18 @@ def _mxfp4(columns: Array, low: Array, high: Array, out: Array) -> None:
     powers = np.where(peak > 0, powers, -_E8M0_BIAS).astype(np.int32)
     exponents = np.maximum(powers + (_E8M0_BIAS - _E2M1_EXPONENT), 0)
     columns *= np.ldexp(np.float32(1), np.where(peak > 0, 128 - exponents, 0))
-    magnitudes = np.abs(columns)
-    codes = np.zeros(columns.shape, np.uint8)
+    out[:, 0] = exponents
+    out[:, 1:] = _nibbles(e2m1_codes(columns))
+
+
+def e2m1_codes(values: Array) -> Array:
+    """Return the codes of the nearest values of E2M1, twice as large; NaN counts as 0."""
+    magnitudes = np.abs(values)
+    codes = np.zeros(values.shape, np.uint8)
     for limit in _E2M1_LIMITS:
         codes += magnitudes > limit
-    codes |= ((columns < 0) & (codes > 0)).view(np.uint8) << 3
-    out[:, 0] = exponents
-    out[:, 1:] = _nibbles(codes)
+    codes |= ((values < 0) & (codes > 0)).view(np.uint8) << 3
+    return codes
 
 
 def _ternary(columns: Array, scales: Array) -> Array:

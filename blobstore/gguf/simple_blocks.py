@@ -33,7 +33,7 @@ def _e4m3() -> Array:
     return np.where((codes == 0) | (codes == 127), 0, values).astype(np.float32)
 
 
-_E4M3: Final = _e4m3()
+E4M3: Final = _e4m3()
 
 
 def half(blocks: Array, at: int) -> Array:
@@ -125,7 +125,7 @@ def _nvfp4(blocks: Array, out: Array) -> None:
     codes = nibbles(blocks[:, 4:].reshape(-1, 4, 8)).reshape(-1, 4, 16)
     weights = out.reshape(-1, 4, 16)
     np.copyto(weights, _E2M1.take(codes))
-    weights *= _E4M3.take(blocks[:, :4])[..., None]
+    weights *= E4M3.take(blocks[:, :4])[..., None]
 
 
 def _tq1_0(blocks: Array, out: Array) -> None:

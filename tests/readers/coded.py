@@ -29,6 +29,8 @@ _TYPES = {
     14: (256, 210, (0, 192), (), (16, 1, 1)),
     20: (32, 18, (2, 18), (1, 1), ()),
     23: (256, 136, (8, 136), (1, 1, 1, 1, 4), ()),
+    39: (32, 17, (1, 17), (1,), ()),
+    40: (64, 36, (4, 36), (4,), ()),
 }
 _RANGES = {2: (-8, 7), 3: (0, 15), 6: (-16, 15), 7: (0, 31), 10: (0, 3), 11: (-4, 3)}
 _RANGES |= {12: (0, 15), 13: (0, 31), 14: (-32, 31)}
@@ -98,7 +100,19 @@ def _scale(number: int, data: bytes, i: int) -> tuple[np.float32, np.float32 | N
         a = data[4 + k // 2] >> 4 * (k % 2) & 15
         a += 16 * (data[2 + k // 4] >> 2 * (k % 4) & 3)
         return _half(data, 0) * F32(a - 32), None
+    if number == 39:
+        return F32(2.0 ** (data[0] - 128) if data[0] > 3 else 0), None
+    if number == 40:
+        return _half_of_e4m3(data[i // 16]), None
     return _half(data, 0), None
+
+
+def _half_of_e4m3(s: int) -> np.float32:
+    if s in {0, 127}:
+        return F32(0)
+    exponent, mantissa = divmod(s % 128, 8)
+    value = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return F32(value / 2)
 
 
 def _code(number: int, data: bytes, i: int, x: np.float32) -> int:
@@ -108,6 +122,10 @@ def _code(number: int, data: bytes, i: int, x: np.float32) -> int:
         if np.isnan(v):
             return 0
         return sum(bool(v >= (low + high) / 2) for low, high in pairwise(LEVELS))
+    if number in {39, 40}:
+        v = x / d if d != 0 else F32(0)
+        q = sum(bool(limit < abs(v)) for limit in (0.5, 1.5, 2.5, 3.5, 5, 7, 10))
+        return q + 8 if v < 0 and q else q
     least, most = _RANGES[number]
     v = (x if m is None else x + m) / d
     if d == 0 or np.isnan(v) or v < least:
@@ -160,4 +178,6 @@ _STORE: dict[int, Callable[[bytearray, int, int], None]] = {
     14: _q6_k,
     20: _nibble(2),
     23: _nibble(8),
+    39: _nibble(1),
+    40: _nibble(4, 16),
 }

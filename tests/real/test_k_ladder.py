@@ -32,6 +32,7 @@ MOST = {  # of few rows; of more, Q2_K takes 0.20
     "Q4_1": 0.17,
     "Q5_0": 0.15,
     "Q5_1": 0.15,
+    "NVFP4": 0.12,
 }
 
 

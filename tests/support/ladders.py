@@ -10,6 +10,7 @@ from blobstore.compression.spans import header_of
 from blobstore.core.tensor import DType
 from blobstore.gguf.fill_codes import codes_of, fill_codes
 from blobstore.gguf.quantize import quantize
+from blobstore.gguf.simple_blocks import E4M3
 from blobstore.gguf.types import TYPES, GgufType
 from tests.support.cold import weights
 from tests.support.models import blob
@@ -22,7 +23,7 @@ LADDER = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
 Array = np.ndarray[Any, Any]
 _NUMPY = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
 _SIZES = {kind.name: kind for kind in TYPES.values()}
-_OTHER_NAMES = {"MXFP4": "gguf_mxfp4"}
+_OTHER_NAMES = {"MXFP4": "gguf_mxfp4", "NVFP4": "gguf_nvfp4"}
 _FULL_SCALES: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "Q2_K": (255, [(80, 15 * 3), (82, -15)]),
     "Q3_K": (255, [(108, 31 * 4)]),
@@ -38,7 +39,7 @@ _FULL_SCALES: dict[str, tuple[int, list[tuple[int, int]]]] = {
 }
 """The bytes of the largest scales of parts; then where the scale of a block lies, and the quotient of what it has
 to span, and the same of the minimum, if it has one."""
-CODED = tuple(_FULL_SCALES)
+CODED = (*_FULL_SCALES, "MXFP4", "NVFP4")
 """The types whose codes follow from scales."""
 
 
@@ -66,6 +67,8 @@ def block_blob(name: str, type_name: str, matrix: Array) -> bytes:
 
 def coded_blocks(type_name: str, matrix: Array, seed: int = 0) -> Array:
     """Return a matrix that is quantized with scales that do not follow from it, as those of a search do not."""
+    if type_name in {"MXFP4", "NVFP4"}:
+        return _coded_e2m1(type_name, matrix, seed)
     kind, (filling, ((at, quotient), *minimum)) = _SIZES[type_name], _FULL_SCALES[type_name]
     rows = as_float32(matrix).reshape(-1, kind.weights)
     peaks, least = np.abs(rows).max(1), np.minimum(rows.min(1), 0)
@@ -76,6 +79,19 @@ def coded_blocks(type_name: str, matrix: Array, seed: int = 0) -> Array:
     for at, quotient in minimum:
         blocks[:, at : at + 2] = _halves(least / quotient)
     blocks[:, codes_of(type_name)] = 0
+    fill_codes(type_name, np.ascontiguousarray(matrix), blocks)
+    return blocks.reshape(len(matrix), -1)
+
+
+def _coded_e2m1(type_name: str, matrix: Array, seed: int) -> Array:
+    kind, count = _SIZES[type_name], 4 if type_name == "NVFP4" else 1
+    parts = as_float32(matrix).reshape(-1, kind.weights // count)
+    wanted = np.abs(parts).max(1) * np.random.default_rng(seed).uniform(0.6, 1, len(parts)) / 12
+    blocks = np.zeros((len(parts) // count, kind.size), np.uint8)
+    scales = np.ceil(np.log2(np.maximum(wanted, 1e-30))) + 128
+    if type_name == "NVFP4":
+        scales = np.minimum(np.searchsorted(E4M3[:127], wanted), 126)
+    blocks[:, :count] = scales.reshape(-1, count)
     fill_codes(type_name, np.ascontiguousarray(matrix), blocks)
     return blocks.reshape(len(matrix), -1)
 

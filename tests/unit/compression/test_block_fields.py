@@ -85,7 +85,7 @@ def test_blobs_of_blocks_are_compressed_field_for_field(number: int) -> None:
     kind = TYPES[number]
     rows = blocks_of(number, 1000)
     name = kind.name.lower()
-    metadata = {"quant_type": f"gguf_{name}" if kind.name == "MXFP4" else name}
+    metadata = {"quant_type": f"gguf_{name}" if kind.name in {"MXFP4", "NVFP4"} else name}
     data = blob(("w", "U8", (100, 10 * kind.size), rows), **metadata)
     stored, table = cold_with_table(data, spans=spans_of(data, len(data)))
     assert stored[7] == 2
