@@ -34,7 +34,7 @@ from blobstore.serve.tags import Tags
 from blobstore.serve.unprepared import NotPrepared, prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.commits import Version
@@ -106,7 +106,8 @@ class Library:
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
-        self._large = threading.Lock()
+        self._large, self._hashing = threading.RLock(), threading.RLock()
+        """Held by threads that take a large manifest apart, and that hash the files of a model with one."""
         self._protection = Protection(store)
         self.tags = Tags(store, self._described)
         self._commits = Commits(store, self.pulled, self.tags)
@@ -354,16 +355,18 @@ class Library:
             self._descriptions[reference] = version, found
 
     def _read(self, reference: Reference, version: FileVersion) -> None:
-        model = ModelFiles.of(reference, self.store)
-        # If it was replaced since, its version is another one, and it will be read again.
-        self._names[reference] = version, self._add(model.data, model.manifest)
+        with self._turn(self._large, version.size) as is_next:
+            if is_next:
+                model = ModelFiles.of(reference, self.store)
+                # If it was replaced since, its version is another one, and it will be read again.
+                self._names[reference] = version, self._add(model.data, model.manifest)
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
         # Before its blobs are read, so that gc keeps what is found.
         key = self._protected(data, manifest)
-        with self._turn(data):
-            if key in self._models:
+        with self._turn(self._large, len(data)) as is_next:
+            if key in self._models or not is_next:
                 return key
             with limits.Held() as held:
                 size = _PER_BYTE * sum(layer.size for layer in manifest.layers_of(SOURCE))
@@ -384,24 +387,36 @@ class Library:
         return key
 
     def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
-        model = ModelFiles.of(reference, self.store)
-        key = self._protected(model.data, model.manifest)
-        # Before signatures are read: one that is added in between makes another key.
-        kept_as = reference, version, signed_at(self.store, key)
-        with self._turn(model.data):
+        with self._turn(self._large, version.size) as is_next:
+            if not is_next:
+                return
+            model = ModelFiles.of(reference, self.store)
+            key = self._protected(model.data, model.manifest)
+            # Before signatures are read: one that is added in between makes another key.
+            kept_as = reference, version, signed_at(self.store, key)
             if kept_as not in self._artifacts:
                 made = make_artifact(self.store, reference, model)
                 self._keep(made, kept_as, model.manifest, len(model.data))
                 self.tags.note(reference, key, made.digests())
-        self._names[reference] = version, key
+            self._names[reference] = version, key
 
     def _keep(self, made: Artifact, kept_as: object, manifest: Manifest, size: int) -> None:
         made.key, made.origin = kept_as, self.pulled.origin(manifest)
         self._artifacts.add(kept_as, made, size)
 
-    def _turn(self, data: bytes) -> contextlib.AbstractContextManager[object]:
-        """Return what allows one large manifest at a time to be taken apart, which takes 20 times its size."""
-        return self._large if len(data) > _LARGE else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _turn(self, lock: threading.RLock, size: int) -> Iterator[bool]:
+        """Yield whether a manifest of this size is next: of large ones, which take 20 times as much, one is at a time.
+
+        If it is not, the block does nothing, and the client asks again: a thread that waited would be none for others.
+        """
+        is_large = size > _LARGE
+        is_next = not is_large or lock.acquire(blocking=False)
+        try:
+            yield is_next
+        finally:
+            if is_large and is_next:
+                lock.release()
 
     def _described(self, reference: Reference) -> Iterable[Digest]:
         """Return the digests of all manifests and blobs of a tag."""
@@ -414,17 +429,22 @@ class Library:
         self.tags.note(artifact.reference, artifact.model, artifact.digests())
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
-        data, manifest = self.store.parse(reference)
-        key = self._protected(data, manifest)
-        with self._turn(data):
+        with self._turn(self._large, version.size) as is_next:
+            if not is_next:
+                return
+            data, manifest = self.store.parse(reference)
+            key = self._protected(data, manifest)
             if (tag, version) not in self._artifacts:
                 made = make_image(self.store, reference, key)
                 self._keep(made, (tag, version), manifest, len(data))
                 self.tags.note(reference, key, made.digests(), IMAGE)
 
     def _hash(self, model: ServedModel) -> None:
-        if model.manifest is not None:
-            model.digests = file_digests(self.store, model.manifest, model.key)
+        if model.manifest is None:
+            return
+        with self._turn(self._hashing, _PER_LAYER * len(model.manifest.layers)) as is_next:
+            if is_next and model.digests is None:
+                model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _read_version(self, reference: Reference, key: Digest, commit: str) -> None:
         data = self._commits.read(reference, key, commit)
@@ -484,6 +504,8 @@ class _Watch:
 
 _LARGE = 1 << 20
 """Bytes of a manifest whose model is large."""
+_PER_LAYER = 200
+"""Bytes of a manifest per layer."""
 _PER_BYTE = 16
 """Bytes of memory per byte of headers and indexes while a model is prepared: a third more than those of real models."""
 

@@ -73,8 +73,6 @@ PREPARE_SECONDS = 50.0
 PATIENCE_SECONDS = 8.0
 """Seconds that a client waits for an answer of another server, which may never come."""
 _RETRY_AFTER = "5"
-_PAUSE_SECONDS = 0.1
-"""Seconds until a request asks for the same work again, because another thread has not finished it."""
 _CLIENT_LEFT = 499
 """The status, as in nginx's log, of a response whose client has left."""
 _TURN_SECONDS = 0.0005
@@ -302,8 +300,6 @@ class Server:
             if transport.is_closing():
                 raise
             # The bytes so far are right, so the client may continue there when the blob is repaired.
-            if not isinstance(error, BlobstoreError):
-                error = BlobstoreError(f"a blob cannot be read: {error}")
             self._note_error(exchange.request, error)
             if self._heals and _is_damage(error):  # it is fetched for the next request
                 with contextlib.suppress(BlobstoreError, Busy):
@@ -354,7 +350,7 @@ class Server:
                     await self._sender.first(response.parts)
             except (Busy, limits.Crowded):
                 return _busy()
-            except BlobstoreError as error:
+            except (BlobstoreError, OSError) as error:
                 if str(error) != noted and not isinstance(error, OnlyHere):
                     noted = str(error)
                     self._note_error(request, error)
@@ -388,17 +384,17 @@ class Server:
                         return await self._answers.call(answer, request, self._metrics_text)
                     except NotPrepared as first:
                         if first.key in needed:
-                            await asyncio.sleep(_PAUSE_SECONDS)
+                            await asyncio.sleep(first.pause)
+                        made = await self._prepare(first, is_new=first.key not in needed)
                         needed.add(first.key)
-                        made = await self._prepare(first)
                         if isinstance(first, List):
                             return cast("Response", made)
         return _busy()
 
-    async def _prepare(self, first: NotPrepared) -> object:
+    async def _prepare(self, first: NotPrepared, *, is_new: bool) -> object:
         """Wait for work that requests share. Raises Busy, TimeoutError, or the errors of the work."""
         is_fetch, work = isinstance(first, NotFetched), self._works[first.threads]
-        self.metrics.prepared += first.is_counted and not work.has(first.key)
+        self.metrics.prepared += is_new and first.is_counted and not work.has(first.key)
         async with asyncio.timeout(PATIENCE_SECONDS if is_fetch else None):
             return await work.result(first.key, first.prepare)
 
@@ -420,9 +416,10 @@ class Server:
             agent=request.headers.get("user-agent", ""),
         )
 
-    def _note_error(self, request: Request, error: BlobstoreError) -> None:
+    def _note_error(self, request: Request, error: Exception) -> None:
         self.metrics.damaged += 1
-        self._log.note(error=str(error), path=request.target.partition("?")[0])
+        text = "" if isinstance(error, BlobstoreError) else "a file cannot be read: "
+        self._log.note(error=f"{text}{error}", path=request.target.partition("?")[0])
 
     async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
         """Call ``act`` repeatedly on a thread. A failure is logged, and does not end the calls."""
@@ -507,7 +504,7 @@ def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
     }
 
 
-def _is_damage(error: BlobstoreError) -> bool:
+def _is_damage(error: Exception) -> bool:
     """Return whether the store is damaged, and not an arriving file."""
     return isinstance(error, Damaged) and not isinstance(error, DamagedSource)
 

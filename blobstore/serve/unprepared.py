@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -29,6 +30,8 @@ class NotPrepared(Exception):
     """Whether metrics count it. They must not show that there are names which a client may not see."""
     threads = capacity.PREPARE
     """The row of the threads that do it."""
+    pause = 0.1
+    """Seconds until the same work is asked for again, because another thread has not finished it."""
 
     def __init__(self, prepare: Callable[..., object], *key: object) -> None:
         super().__init__("call prepare, and ask again")
@@ -75,12 +78,16 @@ class ListOfAll(List):
 
 def prepared(question: Callable[[], Result]) -> Result:
     """Return the answer to a question after doing all the work for it here, on a thread. Raises as that work."""
+    needed = set()
     while True:
         try:
             return question()
         except List as first:
             return cast("Result", first.prepare())
         except NotPrepared as first:
+            if first.key in needed:
+                time.sleep(first.pause)
+            needed.add(first.key)
             first.prepare()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -121,24 +124,37 @@ def test_manifests_of_kept_models_have_limited_size(
 def test_large_models_are_prepared_one_at_a_time(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = list[int]()
-
-    class Turn:
-        def __enter__(self) -> None:
-            turns.append(1)
-
-        def __exit__(self, *_: object) -> None:
-            turns.append(-1)
-
-    monkeypatch.setattr(library, "_large", Turn())
+    """Who is not next comes again, and takes no thread from others until then."""
+    monkeypatch.setattr(NotPrepared, "pause", 0)
     image = Reference.parse("org/model:latest.image")
-    for limit, count in ((1 << 20, 0), (100, 3)):
+    questions = (
+        partial(library.model, MODEL),
+        partial(library.artifact, MODEL),
+        partial(library.artifact, image),
+        partial(library.model, MODEL, with_digests=True),
+    )
+    for limit, is_prepared in ((1 << 20, True), (100, False)):
         monkeypatch.setattr(served, "_LARGE", limit)
-        prepared(partial(library.model, MODEL))
-        prepared(partial(library.artifact, MODEL))
-        prepared(partial(library.artifact, image))
-        assert turns == [1, -1] * count
         library.release_idle(0)
+        for question in questions:
+            with another_has(library._large), another_has(library._hashing):
+                with pytest.raises(NotPrepared) as first:
+                    question()
+                first.value.prepare()
+                with contextlib.nullcontext() if is_prepared else pytest.raises(NotPrepared):
+                    question()
+            prepared(question)
+
+
+@contextlib.contextmanager
+def another_has(lock: threading.RLock) -> Iterator[None]:
+    """Let another thread hold a lock within the block."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lock.acquire).result()
+        try:
+            yield
+        finally:
+            thread.submit(lock.release).result()
 
 
 def test_a_pattern_that_is_too_long_is_refused_at_once(library: Library) -> None:

@@ -136,6 +136,18 @@ def test_a_client_asks_again_when_others_take_the_memory(store: LocalStore) -> N
     assert not tested._log.lines
 
 
+def test_an_error_of_a_disk_is_logged_and_an_answer_like_that_of_damage(store: LocalStore) -> None:
+    tested = Server(store, None)
+
+    def answer(*_: object) -> Response:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    response = asyncio.run(tested._sound(Request("GET", "/", {}), answer))
+    assert response.status == 500
+    (line,) = map(json.loads, tested._log.lines)
+    assert line["error"] == "a file cannot be read: [Errno 5] Input/output error"
+
+
 class Unready:
     """Answers once so many requests for the same have been prepared."""
 
@@ -155,7 +167,7 @@ class Unready:
 def test_a_client_waits_while_the_same_is_not_ready_again_and_again(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, kind: type[NotPrepared]
 ) -> None:
-    monkeypatch.setattr(server_module, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(NotPrepared, "pause", 0)
     asked = Unready(100, kind)
     assert asyncio.run(Server(store, None)._response(GET, asked.answer)).status == 200
     assert asked.steps == 0
