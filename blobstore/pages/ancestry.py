@@ -125,18 +125,25 @@ class _Relatives:
     def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
         self._disk = disk
         self._bases = _known_bases(disk)
-        self._weights = {name: _weights(entry) for name, entry in entries.items()}
         # Names of one manifest count as imported when the first of them was.
         first: dict[Digest | None, tuple[float, str]] = {}
         for name, entry in entries.items():
             age = entry.modified, str(name)
             first[entry.digest] = min(first.get(entry.digest, age), age)
-        self._ages = {name: first[entry.digest] for name, entry in entries.items()}
-        self._kin: dict[Digest, list[Reference]] = defaultdict(list)
+        ages = {name: first[entry.digest] for name, entry in entries.items()}
+        self._names = sorted(entries, key=lambda name: (ages[name], str(name)))
+        """The models, the earliest first. Below, they are numbers: their places here."""
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._weights = [_weights(entries[name]) for name in self._names]
+        self._totals = [sum(weights.values()) for weights in self._weights]
+        self._kin: dict[Digest, list[int]] = defaultdict(list)
         """The models with a blob or deltas against it, the earliest first."""
-        for name in sorted(entries, key=lambda name: (self._ages[name], str(name))):
-            for root in {self._root(digest) for digest in self._weights[name]}:
-                self._kin[root].append(name)
+        for place, weights in enumerate(self._weights):
+            for root in {self._root(digest) for digest in weights}:
+                self._kin[root].append(place)
+        firsts: dict[tuple[float, str], int] = {}
+        self._first = [firsts.setdefault(ages[name], n) for n, name in enumerate(self._names)]
+        """The first name of the same manifest."""
 
     def _root(self, digest: Digest) -> Digest:
         """Return the blob that stands for all that are stored as differences to it."""
@@ -148,23 +155,26 @@ class _Relatives:
         Those with the most equal weights come first, then the earliest. Deltas do not count here: they say
         what freeze chose.
         """
-        ours, age = self._weights[name], self._ages[name]
-        similar: Counter[Reference] = Counter()
-        equal: Counter[Reference] = Counter()
+        place = self._places[name]
+        ours, first = self._weights[place], self._first[place]
+        similar: Counter[int] = Counter()
+        equal: Counter[int] = Counter()
         for digest, size in ours.items():
             kin = self._kin[self._root(digest)]
-            earlier = bisect_left(kin, age, key=self._ages.__getitem__)
-            late = range(max(earlier - _MAX_NEAR, 0), earlier)
-            for place in {*range(min(earlier, _MAX_NEAR)), *late}:
-                similar[kin[place]] += size
-                equal[kin[place]] += size if digest in self._weights[kin[place]] else 0
-        total = sum(ours.values())
-        least = {
-            other: _MIN_SIMILAR * min(total, sum(self._weights[other].values()))
-            for other in similar
-        }
-        found = [(other, size) for other, size in similar.items() if size >= least[other]]
-        return sorted(found, key=lambda item: (-equal[item[0]], self._ages[item[0]], str(item[0])))
+            earlier = bisect_left(kin, first)
+            for other in {
+                *kin[: min(earlier, _MAX_NEAR)],
+                *kin[max(earlier - _MAX_NEAR, 0) : earlier],
+            }:
+                similar[other] += size
+                equal[other] += size if digest in self._weights[other] else 0
+        found = [
+            (other, size)
+            for other, size in similar.items()
+            if size >= _MIN_SIMILAR * min(self._totals[place], self._totals[other])
+        ]
+        found.sort(key=lambda item: (-equal[item[0]], item[0]))
+        return [(self._names[other], size) for other, size in found]
 
     def between(self, name: Reference, parent: Reference | None) -> tuple[int, int, int]:
         """Return the bytes that a model shares with another, those of its deltas, and the rest."""
