@@ -430,7 +430,7 @@ def test_an_error_after_a_request_to_stop_is_the_interrupt(
         monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
         raise StoreError("the helper failed")
 
-    monkeypatch.setattr(LocalStore, "references", fail)
+    monkeypatch.setattr(LocalStore, "repositories", fail)
     with pytest.raises(Stopped):
         program.main(["list", "--json"])
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "Interrupted"
@@ -449,7 +449,7 @@ def test_an_error_before_a_request_to_stop_is_reported(
             interrupts._record(signal.SIGINT, None)
             raise StoreError("not written") from error
 
-    monkeypatch.setattr(LocalStore, "references", fail)
+    monkeypatch.setattr(LocalStore, "repositories", fail)
     with pytest.raises(SystemExit) as ended:
         program.main(["list", "--json"])
     assert ended.value.code == 1
@@ -469,7 +469,7 @@ def test_a_failure_of_the_system_is_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(LocalStore, "references", fail)
+    monkeypatch.setattr(LocalStore, "repositories", fail)
     message = f"the system failed: {what}"
     assert run("list", exit_code=1).stderr == f"blobstore: error: {message}\n"
     assert run_json("list", exit_code=1)["error"]["message"] == message
