@@ -130,7 +130,7 @@ class AffineRule(_Rule):
 
         Takes ``read`` as :meth:`QuantRule.predict`. The result is valid until this thread's next call.
         """
-        from blobstore.quantization.numpy import affine, pack  # few blobs
+        from blobstore.quantization.numpy import affine, affine_scales, pack  # few blobs
 
         data = read(self.source_size(offset), self.source_size(size)).view(NUMPY_TYPES[self.dtype])
         groups = data.reshape(-1, self.group_size)
@@ -144,11 +144,11 @@ class AffineRule(_Rule):
                     values = to_float32(rounded(values, self.cast))
                 peaks = (values.view(np.uint32) & _MAGNITUDE).max(1)
                 values[(peaks < _USUAL[0]) | (peaks >= _USUAL[1])] = 0
-                codes, *others = affine(values, self.bits)
                 if self.tensor == CODES:
-                    found = pack(codes, self.bits)
+                    found = pack(affine(values, self.bits)[0], self.bits)
                 else:
-                    found = rounded(others[self.tensor - SCALES], self.cast)[:, None]
+                    scales = affine_scales(values, self.bits)[self.tensor - SCALES]
+                    found = rounded(scales, self.cast)[:, None]
                 rows[start : start + step] = found.view(np.uint8)
         return out
 

@@ -194,6 +194,17 @@ def affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
     """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
     """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
     numbers = groups.astype(np.float32)
+    scale, bias = affine_scales(numbers, bits)
+    numbers -= bias[:, None]
+    # A scale is zero if a constant group is too large for its steps; its codes are 0.
+    numbers /= np.where(scale != 0, scale, np.float32(1))[:, None]
+    np.rint(numbers, out=numbers)
+    np.clip(numbers, 0, np.float32((1 << bits) - 1), out=numbers)
+    return numbers.astype(np.uint8), scale, bias
+
+
+def affine_scales(numbers: Array, bits: int) -> tuple[Array, Array]:
+    """Return the scale and the bias of each group of float32."""
     top = np.float32((1 << bits) - 1)
     columns = np.ascontiguousarray(numbers.T)  # numpy reduces short rows slowly
     low, high = columns.min(axis=0), columns.max(axis=0)
@@ -203,13 +214,7 @@ def affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
     edge = np.where(is_low, low, high)
     steps = np.rint(edge / scale)
     scale = np.where(steps != 0, edge / steps, scale)
-    bias = np.where(steps != 0, edge, np.float32(0))
-    numbers -= bias[:, None]
-    # A scale is zero if a constant group is too large for its steps; its codes are 0.
-    numbers /= np.where(scale != 0, scale, np.float32(1))[:, None]
-    np.rint(numbers, out=numbers)
-    np.clip(numbers, 0, top, out=numbers)
-    return numbers.astype(np.uint8), scale, bias
+    return scale, np.where(steps != 0, edge, np.float32(0))
 
 
 def _float(groups: Array, mode: str) -> tuple[Array, Array]:
