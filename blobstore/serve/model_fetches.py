@@ -117,11 +117,12 @@ class ModelFetches:
             if self.is_full():
                 self.fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=_FULL))
                 return
-            claim = self._limit.claim("@".join(key))
             name = asked.reference
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next(iter(self._names_of(key)), name)
             stored = [] if is_damaged else self._stored(commit)
+            # Only now, because all before it may end early: nobody else would release the claim.
+            claim = self._limit.claim("@".join(key))
             arrival = Arrival(self._store, name, asked.repository, found, claim, self, stored)
             self._library.pulled.hold(key)
             self.running[key] = arrival

@@ -407,22 +407,14 @@ class PulledModels:
         )
         if path and link and os.path.samestat(path, link):
             return True
-        if not is_there(self._note(reference)):
-            return False
         try:
-            noted = strict_json.loads(read_regular(self._note(reference), _MAX_RECORD))
+            noted = strict_json.loads(_read(self._note(reference)))
             commit = self.commit_of(self._store.resolve(reference))
             return commit is not None and noted == [str(reference), *commit]
         except StoreError:
             raise
-        except (ValueError, BlobstoreError):  # it is damaged
-            pass
-        except OSError as error:
-            if not is_absence(error):
-                raise StoreError(
-                    f"cannot read {quote(self._note(reference))}: {error.strerror}"
-                ) from error
-        return False
+        except (ValueError, BlobstoreError):  # there is no note, or it is damaged
+            return False
 
     def _link(self, reference: Reference) -> Path:
         return self._folder / link_name(reference)
@@ -489,10 +481,10 @@ class PulledModels:
         return known or Origin(*commit)
 
     def with_others(self, origin: Origin) -> Origin:
-        """Return a record with its other files, which are read for that."""
-        with contextlib.suppress(OSError, ValueError, BlobstoreError):
+        """Return a record with its other files, which are read for that. Raises StoreError."""
+        with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
-            found = _Record.from_bytes(read_regular(path, _MAX_RECORD)).origin
+            found = _Record.from_bytes(_read(path)).origin
             if found is not None and found.short() == replace(origin, is_brought=False):
                 return replace(origin, others=found.others)
         return origin
@@ -521,6 +513,18 @@ class PulledModels:
     def _path(self, repository: str, commit: str = "") -> Path:
         """Return the path of the record of a commit, or of a repository."""
         return self._folder / record_name(repository, commit)
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of a record, none if it is not there. Raises StoreError."""
+    try:
+        return read_regular(path, _MAX_RECORD)
+    except BlobstoreError:  # it is not a file of ours
+        return b""
+    except OSError as error:
+        if is_absence(error):
+            return b""
+        raise StoreError(f"cannot read {quote(path)}: {error.strerror}") from error
 
 
 def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:

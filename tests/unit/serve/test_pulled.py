@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from dataclasses import replace
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import NameTaken
+from blobstore.errors import NameTaken, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
+from blobstore.serve import pulled as records
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.fetched import mark_of
@@ -113,6 +115,25 @@ def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
     assert not pulled.incomplete
     assert PulledModels(store).get((ORIGIN.repository, ORIGIN.commit)) is not None
     assert PulledModels(store).is_public(ORIGIN.repository)
+
+
+def test_a_record_that_cannot_be_read_now_is_not_absent(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    create(write_folder(tmp_path / "model", dense_tensors()), "org/model", store=store)
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    pulled.keep(ORIGIN, is_public=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "read_regular", fails)
+        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
+            pulled.with_others(ORIGIN)
+        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
+            pulled.has_given(reference)
+    assert pulled.with_others(ORIGIN) == ORIGIN
+    assert not pulled.has_given(reference)
 
 
 def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_path: Path) -> None:
