@@ -1,8 +1,8 @@
 """The cost of commands as a store grows: 100, 1,000 and 10,000 models of 100 blobs each.
 
 The stores are written directly. Of the blobs of a model, 73 are those of its family of twenty. Each command runs
-in a process of its own. The last column is the exponent with which the time grows that is added to that in the
-smallest store.
+in a process of its own. Times are seconds of the processor, which depend less on what else a machine does. The last
+column is the exponent with which the time grows that is added to that in the smallest store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,9 +53,9 @@ import blobstore
 store, first, count = blobstore.LocalStore(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 for step in range(first, first + count):
     values = np.random.default_rng(step).standard_normal((12, 16), "f4")
-    begin = time.perf_counter()
+    begin = time.process_time()
     blobstore.save({f"{i}.weight": row for i, row in enumerate(values)}, f"saved/run:{step}", store=store)
-    print(time.perf_counter() - begin)
+    print(time.process_time() - begin)
 """
 """Prints the seconds of each of several saves of a model of twelve tensors."""
 
@@ -96,14 +95,13 @@ def grow(store: LocalStore, first: int, last: int) -> None:
 
 
 def _run(arguments: list[str]) -> tuple[float, int]:
-    """Return the seconds and the MiB of a process."""
-    begin = time.perf_counter()
+    """Return the seconds of the processor and the MiB of a process."""
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed")
-    return time.perf_counter() - begin, usage.ru_maxrss >> 10
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss >> 10
 
 
 def _scan(store: LocalStore) -> float:

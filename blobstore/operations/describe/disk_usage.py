@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import allocated, status_of
@@ -278,7 +277,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         saved=blobs.saved,
         names=len(catalog),
         referenced=blobs.space(n for n, count in enumerate(by_names) if count),
-        without_sharing=sum(map(mul, by_names, blobs.present)),
+        without_sharing=sum(count * sizes[n] for n, count in enumerate(by_names) if sizes[n] > 0),
         bases=blobs.space(n for n, count in enumerate(by_names) if count and not direct[n]),
         unreferenced=blobs.space(n for n in range(len(sizes)) if n >= len(counts) or not counts[n]),
         foreign=_total(blobs.foreign),
@@ -294,7 +293,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
                     (*parts.values(), store.folder("published")),
                 ),
                 *locks,
-                *(blobs.present[number] for number in cached if not by_names[number]),
+                blobs.space(number for number in cached if not by_names[number]).size,
             ]
         ),
         copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
@@ -312,14 +311,14 @@ def _models_usage(
     held = [holdings.by(entry.known) for entry in entries]
     uses = Counter(chain.from_iterable(held))
     # Looked up without a loop in Python: there may be millions of references.
-    pairs = zip(blobs.present, counts, strict=False)
-    own = array("q", [size if count == 1 else 0 for size, count in pairs])
+    sizes = {number: max(0, blobs.all_sizes[number]) for number in uses}
+    own = {number: size if counts[number] == 1 else 0 for number, size in sizes.items()}
     return ModelsUsage(
         models=tuple(
             ModelUsage(
                 reference=entry.reference,
                 blobs=0 if entry.known is None else entry.known.length,
-                size=sum(map(blobs.present.__getitem__, numbers)),
+                size=sum(map(sizes.__getitem__, numbers)),
                 unique=sum(map(own.__getitem__, numbers)),
                 faults=tuple(_faults(store, blobs, entry)),
                 error=entry.error,
@@ -346,11 +345,6 @@ class DiskBlobs:
     """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
-
-    @cached_property
-    def present(self) -> Sequence[int]:
-        """The same with 0 for blobs that are not there."""
-        return array("q", [max(0, size) for size in self.all_sizes])
 
     @cached_property
     def sizes(self) -> Mapping[Digest, int]:
