@@ -20,6 +20,7 @@ from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, StoreError
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, layers_digest
@@ -90,9 +91,11 @@ class ReachableBlobs:
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
         known = {path: self._known(path, version) for path, version in versions.items()}
-        for path in reporting("manifests read", [path for path in known if known[path] is None]):
-            with contextlib.suppress(FileNotFoundError):  # removed since
-                known[path] = self._read(path, versions[path])
+        unknown = [path for path, state in known.items() if state is None]
+        with gc_paused():  # it would look at what is parsed again and again
+            for path in reporting("manifests read", unknown):
+                with contextlib.suppress(FileNotFoundError):  # removed since
+                    known[path] = self._read(path, versions[path])
         found = {path: state for path, state in known.items() if state is not None}
         # Again: if the disk was unmounted during the walk, names that are only hidden would seem
         # removed.
