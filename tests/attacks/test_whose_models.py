@@ -284,6 +284,10 @@ def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
             assert (COMMIT[0] in one.open()) is is_public
     pulled.note_renamed("org/new", COMMIT[0])  # a circle
     assert not pulled.open()
+    pulled.note_public(COMMIT[0], is_public=True)  # another repository has that name now
+    pulled.note_public("org/new", is_public=False)
+    for one in (pulled, PulledModels(store)):
+        assert one.open() == {COMMIT[0]}
 
 
 def test_a_right_opens_the_commits_that_came_with_it_and_no_other(store: LocalStore) -> None:
