@@ -181,6 +181,12 @@ class ManifestReader(BlobReader):
                 with contextlib.suppress(InvalidReference):  # a file of something else
                     yield Reference(host, namespace, model, tag)
 
+    def tags(self, repository: Reference) -> Iterator[Reference]:
+        """Yield the names of a repository, sorted. Raises StoreError."""
+        for tag in folders_and_files(str(self.manifest_path(repository).parent))[1]:
+            with contextlib.suppress(InvalidReference):  # a file of something else
+                yield Reference(*repository.parts[:-1], tag)
+
     def repositories(
         self, *, on_error: Callable[[StoreError], object] | None = None
     ) -> Iterator[tuple[tuple[str, str, str], list[str]]]:

@@ -221,10 +221,11 @@ def _rename(
 
 def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:
     """Return whether the target is a tag of the source's name whose model has an older tag of that name."""
-    name = source.parts[:-1]
-    entries = read_entries(store, (one for one in store.references() if one.parts[:-1] == name))
+    if target.parts[:-1] != source.parts[:-1]:
+        return False
+    entries = read_entries(store, store.tags(source))
     tags = [(entry.modified, entry.reference) for entry in entries if entry.digest == digest]
-    return target.parts[:-1] == name and min(tags, default=(0.0, target))[1] != target
+    return min(tags, default=(0.0, target))[1] != target
 
 
 def _removable(store: LocalStore, references: Sequence[Reference]) -> list[CatalogEntry]:

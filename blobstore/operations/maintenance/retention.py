@@ -46,14 +46,12 @@ def expired_models(
         raise UsageError(f"keep_last must be at least 0, got {keep_last}")
     store = LocalStore.of(store)
     chosen = {entry.reference for entry in read_entries(store, references)}
-    repositories = {reference.parts[:-1] for reference in chosen}
     # Aliases protect a model whether they are among the chosen ones or not.
     tags: dict[tuple[tuple[str, ...], Digest], list[tuple[float, Reference]]] = {}
-    for entry in read_catalog(store):
-        repository: tuple[str, ...] = entry.reference.parts[:-1]
-        if entry.digest is not None and repository in repositories:
+    for entry in read_catalog(store).of_repositories(chosen):
+        if entry.digest is not None:
             named = entry.modified, entry.reference
-            tags.setdefault((repository, entry.digest), []).append(named)
+            tags.setdefault((entry.reference.parts[:-1], entry.digest), []).append(named)
     groups: dict[tuple[str, ...], list[tuple[float, Reference, bool]]] = {}
     for (repository, _), names in tags.items():
         own = min((one for one in names if one[1] in chosen), default=None)
