@@ -290,6 +290,7 @@ def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
         assert one.open() == {COMMIT[0]}
     pulled.note_renamed("org/new", COMMIT[0])
     assert "org/new" in pulled.open()
+    pulled.own()  # from now on, it does not read what it writes
     pulled.note_public("org/new", is_public=False)  # what the upstream has refused is not that one
     for one in (pulled, PulledModels(store)):
         assert one.open() == {COMMIT[0]}
