@@ -38,6 +38,11 @@ _DAMAGED_SECONDS: Final = 5.0
 """Seconds before the origin of a damaged model is looked up again."""
 
 
+def served_commit(origin: Origin | None, key: Digest) -> str:
+    """Return the commit that a model is served as: that of the upstream only if this store has fetched it there."""
+    return commit_of(key) if origin is None or origin.is_brought else origin.commit
+
+
 class Version(NamedTuple):
     """A version of a repository, before it is prepared."""
 
@@ -50,7 +55,7 @@ class Version(NamedTuple):
     @property
     def commit(self) -> str:
         """The commit that it is served as."""
-        return self.origin.commit if self.origin else commit_of(self.key)
+        return served_commit(self.origin, self.key)
 
 
 class _Source(NamedTuple):

@@ -21,12 +21,12 @@ from blobstore.manifests.reference import Reference, name_matches
 from blobstore.models.small_files import ModelFiles
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
-from blobstore.serve.commits import Commits
+from blobstore.serve.commits import Commits, served_commit
 from blobstore.serve.description import Description, describe
 from blobstore.serve.expiring import bounded
 from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
-from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.serve.model_files import file_digests, model_files
 from blobstore.serve.names import IMAGE, any_tag
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
@@ -76,7 +76,7 @@ class ServedModel:
     @property
     def commit(self) -> str:
         """The commit that it is served as."""
-        return self.origin.commit if self.origin else commit_of(self.key)
+        return served_commit(self.origin, self.key)
 
     @property
     def plain(self) -> Mapping[str, str]:

@@ -114,7 +114,8 @@ class PullThrough:
         self._tags = Expiring[Reference, _Known](MAX_KNOWN)
         self._renamed = Expiring[Reference, Reference](MAX_KNOWN)
         """The upstream's names of repositories that were asked for by other names."""
-        self._refusals = Expiring[tuple[Reference, str], Refusal](_MAX_REFUSALS)
+        self._refusals = Expiring[tuple[str, str, str], Refusal](_MAX_REFUSALS)
+        """By repository, revision and client: two revisions may have one reference."""
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._note)
         self._fetches = ModelFetches(library, self.peers, self._limit, self._record, self._note)
@@ -300,7 +301,7 @@ class PullThrough:
     ) -> tuple[_Known, Right]:
         """Return the commit of a revision, and the right to read it. Raises NotFetched if unknown, and Refusal."""
         client = client_of(token)
-        self._check_refusal(asked.reference, client)
+        self._check_refusal(asked, client)
         known, right = self._known(asked), self._right(asked, client)
         if known is None or right is None:
             raise NotFetched(ask, asked, token)
@@ -323,9 +324,9 @@ class PullThrough:
         known = self._known(asked)
         return self._rights.of(client, asked.repository, known.commit if known else "")
 
-    def _check_refusal(self, reference: Reference, client: str) -> None:
+    def _check_refusal(self, asked: Asked, client: str) -> None:
         """Repeat a recent refusal to a client. Raises Refusal."""
-        if (refusal := self._refusals.get((reference, client))) is not None:
+        if (refusal := self._refusals.get((asked.repository, asked.revision, client))) is not None:
             raise refusal.again()
 
     def _settled(
@@ -406,7 +407,7 @@ class PullThrough:
             asked = Asked(Reference(*repository.parts[:3], tags_of(revision)[0]), name, revision)
             if (right := self._right(asked, client)) is not None:
                 return Visible.of(self._library, right.opens)
-            refusal = self._refusals.get((asked.reference, client))
+            refusal = self._refusals.get((asked.repository, asked.revision, client))
             if refusal is None:
                 raise NotFetched(self._ask, asked, token)
             refused = refusal.again()
@@ -523,7 +524,8 @@ class PullThrough:
                 self._rights.give(right, proven)
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
-        self._refusals.set((asked.reference, client), refusal.again(), _REFUSED_SECONDS)
+        key = asked.repository, asked.revision, client
+        self._refusals.set(key, refusal.again(), _REFUSED_SECONDS)
 
     def _stored(self, asked: Asked) -> Origin | None:
         """Return the origin of the store's model of a revision, if it was fetched."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.digest import Digest
+from blobstore.serve.commits import served_commit
 from blobstore.serve.messages import Content
-from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag
 from blobstore.serve.tags import MANY
 from blobstore.serve.unprepared import prepared
@@ -170,7 +170,7 @@ class Visible:
         for one, key in keys.items():
             origin = origins.get(one)
             if one not in found and self.shows(origin):
-                found[one] = origin.commit if origin else commit_of(key)
+                found[one] = served_commit(origin, key)
         return dict(sorted(found.items()))
 
     def _complete(self, model: ServedModel | None) -> ServedModel | None:

@@ -27,7 +27,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.store.fetched import BROUGHT, fetched_from, link_name, record_name
+from blobstore.store.fetched import BROUGHT, fetched_from, link_name
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.notes import pack
 from blobstore.store.published import Published, remove_empty
@@ -237,8 +237,7 @@ class Names:
                     self._check(model)
                 former = []
                 for model in models:
-                    if is_brought:
-                        self._note_brought(model)
+                    self._note_brought(model, is_brought=is_brought)
                     # Before the name is given: writing can also fail after the rename.
                     undo.callback(self._undo, model, self._data(model.update.reference))
                     former.append(self._give(model))
@@ -306,15 +305,33 @@ class Names:
         self._write(reference, model.data)
         return former
 
-    def _note_brought(self, model: NewModel) -> None:
-        """Note that a user brings a model which a server has fetched into another store."""
-        commit = fetched_from(Manifest.from_bytes(model.data))
-        records = self._store.folder("pulled")
-        if commit is not None and not is_there(records / record_name(*commit)):
-            key = Digest.of(model.data)
-            make_folders(self._layout.headers, self._store.root)
-            path = self._layout.headers / f"{key.hex}{BROUGHT.ending}"
-            write_file(path, [pack(BROUGHT, key, b"")], temporary=self._layout.temporary)
+    def _note_brought(self, model: NewModel, *, is_brought: bool) -> None:
+        """Note whether a user brings a model that a server has fetched into another store, or this one's server does.
+
+        A model that the store has already is what it was.
+        """
+        if fetched_from(Manifest.from_bytes(model.data)) is None:
+            return
+        key = Digest.of(model.data)
+        path = self._layout.headers / f"{key.hex}{BROUGHT.ending}"
+        if is_brought:
+            if key not in map(Digest.of, self._every_manifest()):
+                make_folders(self._layout.headers, self._store.root)
+                write_file(path, [pack(BROUGHT, key, b"")], temporary=self._layout.temporary)
+        # The user's name may have been removed since: then the model is for whom the upstream lets read it.
+        elif is_there(path) and key not in map(self.version, self._store.references()):
+            path.unlink()
+
+    def _every_manifest(self) -> Iterator[bytes]:
+        """Yield the manifests of names, those that can be restored, and those that were lost."""
+        for reference in self._store.references():
+            with contextlib.suppress(BlobstoreError):
+                yield self._store.read_manifest(reference)
+        for former in self.former(None):
+            yield former.data
+        for reference in self.published.gone():
+            with contextlib.suppress(BlobstoreError):
+                yield self.published.read_manifest(reference)
 
     def _data(self, reference: Reference) -> bytes | None:
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):

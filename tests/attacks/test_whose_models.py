@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
@@ -262,6 +263,30 @@ def test_a_model_that_the_user_brings_from_the_store_of_a_server_is_his(
     for path in other.folder("headers").glob("*.brought"):
         path.unlink()
     assert not is_shown(other, COPY)
+
+
+def test_what_a_user_has_brought_and_removed_is_restricted_once_a_server_fetches_it(
+    cache: LocalStore, other: LocalStore, source: Path, tmp_path: Path
+) -> None:
+    unpack_archive(archive(cache, NAME, tmp_path), store=other)
+    remove_models([NAME], store=other)
+    fetch(other, source, NAME)
+    assert not is_shown(other, NAME)
+
+
+def test_a_forged_mark_makes_no_model_a_commit_of_the_upstream(
+    cache: LocalStore, other: LocalStore, tmp_path: Path
+) -> None:
+    forged = Reference(*NAME.parts[:3], "a")  # before the tag of the right one
+    weights = write_folder(tmp_path / "forged", {"weight": np.ones(64, np.float32)})
+    import_as(other, weights, forged, mark_of(COMMIT))
+    unpack_archive(archive(other, forged, tmp_path), store=cache)
+    PulledModels(cache).note_public(COMMIT[0], is_public=True)
+    visible = Visible.of(Library(cache))
+    found = prepared(lambda: visible.at_commit(NAME, COMMIT[1]))
+    assert found is not None
+    assert found.key == Digest.of(cache.read_manifest(NAME))
+    assert prepared(lambda: visible.model(forged)) is not None
 
 
 # Names of repositories

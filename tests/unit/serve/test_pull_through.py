@@ -23,11 +23,13 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.serve import hub, other_files, registry
 from blobstore.serve.access import Access
+from blobstore.serve.asked import Asked
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.model_files import commit_of
 from blobstore.serve.peers import Peer
 from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.refusal import Refusal
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
@@ -420,6 +422,23 @@ def test_a_refusal_is_repeated_without_a_question(target: str, store: LocalStore
             asked = hub.requests.total()
             assert ask(through, target) == 401
             assert hub.requests.total() == asked > 0
+
+
+def test_a_refused_commit_is_no_other_revision(store: LocalStore) -> None:
+    """A branch that no name can have is kept under a stand-in, which looks like a commit."""
+    with HubServer() as hub:
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        with contextlib.closing(through):
+            repository = Reference.parse("org/model")
+            branch = Asked.of(repository, "feature/x")
+            assert branch is not None
+            commit = Asked.of(repository, branch.reference.tag)
+            assert commit is not None
+            assert commit.reference == branch.reference
+            through._refuse(commit, "client", Refusal(404))
+            through._check_refusal(branch, "client")
+            with pytest.raises(Refusal):
+                through._check_refusal(commit, "client")
 
 
 def test_a_tag_that_may_not_be_served_is_not_fetched(store: LocalStore, tmp_path: Path) -> None:
