@@ -13,7 +13,7 @@ from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
@@ -99,31 +99,28 @@ def check_given(library: Library, reference: Reference) -> None:
         raise NameTaken(f"{reference} is a model of the store's own by now")
 
 
-def hidden_copy(library: Library, names: Sequence[Reference], everyone: Visible) -> Asked | None:
-    """Return the restricted model that the operator's names are copies of; None if everyone may read one of them.
-
-    Raises NotPrepared.
-    """
-    origins = library.origins(names)
-    hidden = [one for one in origins.values() if one and not everyone.shows(one)]
-    return _at(hidden[0]) if len(hidden) == len(names) else None
+def hidden_copies(library: Library, names: Sequence[Reference], everyone: Visible) -> list[Asked]:
+    """Return the restricted models that names of the operator's are copies of. Raises NotPrepared."""
+    return _hidden(library.origins(names).values(), everyone)
 
 
-def hidden_version(
+def hidden_versions(
     library: Library, repository: Reference, asked: Asked, everyone: Visible
-) -> Asked | None:
-    """Return the restricted model of another repository that a commit of this one is a copy of, if there is one.
+) -> list[Asked]:
+    """Return the restricted models of other repositories that a commit of this one is a copy of.
 
     Raises NotPrepared.
     """
-    origins = [one.origin for one in library.at_commit(any_tag(repository), asked.revision)]
-    hidden = [one for one in origins if one and not everyone.shows(one)]
-    return next((_at(one) for one in hidden if one.repository != asked.repository), None)
+    versions = library.at_commit(any_tag(repository), asked.revision)
+    hidden = _hidden((one.origin for one in versions), everyone)
+    return [one for one in hidden if one.repository != asked.repository]
 
 
-def _at(origin: Origin) -> Asked | None:
-    repository = repository_of(*origin.repository.split("/"))
-    return Asked.of(repository, origin.commit) if repository else None
+def _hidden(origins: Iterable[Origin | None], everyone: Visible) -> list[Asked]:
+    commits = {(one.repository, one.commit) for one in origins if one and not everyone.shows(one)}
+    repositories = ((repository_of(*one.split("/")), commit) for one, commit in sorted(commits))
+    several = (Asked.of(one, commit) for one, commit in repositories if one)
+    return [one for one in several if one]
 
 
 def _is_revision(text: str) -> bool:

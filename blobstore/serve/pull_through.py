@@ -27,7 +27,7 @@ from blobstore.core import capacity
 from blobstore.errors import BlobstoreError, InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
-from blobstore.serve.asked import Asked, hidden_copy, hidden_version
+from blobstore.serve.asked import Asked, hidden_copies, hidden_versions
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
@@ -49,7 +49,7 @@ from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
+    from blobstore.store.fetched import Commit
 
 _RETRY_SECONDS: Final = 15.0
 """Seconds until an upstream that is gone is asked again; until then, the store answers."""
@@ -347,7 +348,12 @@ class PullThrough:
             names = [asked.reference] if asked else self._library.stored_tags(repository)
             if not names or not all(map(self._library.is_own, names)):
                 return None
-            return self._with_copied(everyone, hidden_copy(self._library, names, everyone), token)
+            copies = hidden_copies(self._library, names, everyone)
+            # Clients without a token may read no restricted model, and need not wait for what the upstream says of it.
+            if not copies or (not token and everyone(names)):
+                return everyone
+            visible = self._with_copied(copies, token)
+            return visible if visible(names) else None
         if asked is None:
             return everyone if everyone.has(repository) else None
         held = asked.held(everyone)
@@ -356,19 +362,23 @@ class PullThrough:
             is_own = not origin or origin.is_brought or origin.repository != asked.repository
             # Peers do not decide what the store has: each would give its version to the others.
             return everyone if is_own or (held.manifest and not has_upstream) else None
-        copied = (
-            hidden_version(self._library, repository, asked, everyone) if has_upstream else None
-        )
-        return self._with_copied(everyone, copied, token) if copied else None
+        if not has_upstream:
+            return None
+        copies = hidden_versions(self._library, repository, asked, everyone)
+        visible = self._with_copied(copies, token)
+        return visible if asked.held(visible) else None
 
-    def _with_copied(self, everyone: Visible, copied: Asked | None, token: str) -> Visible:
-        """Return the models that everyone may read, and the version that the operator has copied, if it is another one.
+    def _with_copied(self, copies: Iterable[Asked], token: str) -> Visible:
+        """Return the models that everyone may read, and what the client may read of versions that the operator has copied.
 
-        Raises NotFetched, and Refusal if the client may not read that.
+        Another version is absent for the client, and answered as absent names are: by what the upstream says of that
+        name. Raises NotFetched.
         """
-        if copied is None:
-            return everyone
-        return Visible.of(self._library, self._judged(copied, token, self._ask)[1].opens)
+        opened: frozenset[Commit] = frozenset()
+        for one in copies:
+            with contextlib.suppress(Refusal):
+                opened |= self._judged(one, token, self._ask)[1].opens
+        return Visible.of(self._library, opened)
 
     def _repository(
         self, request: Request, repository: Reference, token: str, target: Target

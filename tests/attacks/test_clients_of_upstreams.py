@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,52 @@ def test_a_reader_of_a_fetched_model_reads_its_copy_by_commit_too(
             assert server.request(target)[0] == (401 if is_restricted else 200)
             status, headers, _ = server.request(target, Authorization=RIGHT)
             assert (status, headers["x-repo-commit"]) == (200, commit)
+
+
+def test_models_of_one_repository_that_are_copies_of_several_are_each_for_their_readers(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    second = hub.repos["org/second"] = Repo(made(tmp_path / "second", 2), "e" * 40)
+    second.token, second.gated = "hf_second", True
+    create(made(tmp_path / "own", 3), "my/copy:own", store=store)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        fetch(server, RIGHT)
+        server.request(FILE.replace(NAME, "org/second"), Authorization="Bearer hf_second")
+        server.wait_for_log("model", "org/second:latest")
+        copy_model(NAME, "my/copy:a", store=store)
+        copy_model("org/second", "my/copy:b", store=store)
+        blobs = {tag: store.resolve(f"my/copy:{tag}").layers[0].digest for tag in "ab"}
+        for token, tag in (("hf_right", "a"), ("hf_second", "b"), ("hf_wrong", "")):
+            bearer = f"Bearer {token}"
+            listed = json.loads(server.request("/v2/my/copy/tags/list", Authorization=bearer)[2])[
+                "tags"
+            ]
+            assert listed == sorted({tag, "own"} - {""})
+            for other, digest in blobs.items():
+                status = server.request(f"/v2/my/copy/blobs/{digest}", Authorization=bearer)[0]
+                assert (status == 200) is (other == tag)
+        assert json.loads(server.request("/v2/my/copy/tags/list")[2])["tags"] == ["own"]
+
+
+def test_a_copy_whose_original_was_replaced_by_a_public_one_is_answered_as_an_absent_model(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0", limits=IMPATIENT) as server:
+        commit = fetch(server, RIGHT)
+        copy_model(NAME, "my/copy", store=store)
+        hub.repos[NAME] = Repo(made(tmp_path / "squashed", 2), "e" * 40)
+        for target in (
+            "/api/models/{}",
+            f"/api/models/{{}}/revision/{commit}",
+            "/{}/resolve/main/config.json",
+            "/v2/{}/tags/list",
+            "/v2/{}/manifests/latest",
+        ):
+            copied, absent = (server.request(target.format(f"my/{it}")) for it in ("copy", "none"))
+            assert copied[0] == absent[0] == 401, target
+            assert copied[2] == absent[2], target
 
 
 def test_a_reader_gets_blobs_of_a_repository_whose_history_was_rewritten(
