@@ -31,6 +31,7 @@ from blobstore.core.files import (
     write_file,
 )
 from blobstore.errors import BlobstoreError, StoreError
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from blobstore.manifests.model import Manifest
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
@@ -185,11 +185,22 @@ class PulledModels:
         self._look()
         self._is_own = self.is_cache = True
         with contextlib.suppress(OSError):
+            self._link_again()
             for path in self._folder.glob(".name-*"):
                 if path.lstat().st_nlink == 1:  # the name was removed, or has another model
                     path.unlink()
             for path in self._folder.glob(".giving-*"):
                 self._settle(path)
+
+    def _link_again(self) -> None:
+        """Give names their second links again if the store was copied by a program that copies no hard links."""
+        for reference in self._store.references():
+            status = status_of(self._link(reference))
+            if status is not None and status.st_nlink == 1:
+                with contextlib.suppress(BlobstoreError):
+                    data = self._store.read_manifest(reference)
+                    if read_regular(self._link(reference), _MAX_RECORD) == data:
+                        self.give(reference, Manifest.from_bytes(data))
 
     def _look(self) -> None:
         """Read the records that have changed."""

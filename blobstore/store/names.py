@@ -291,8 +291,7 @@ class Names:
                 os.fsync(file.fileno())
             sync_folder(path.parent)
             self.published.add(reference)
-            # A name that a server has given is the user's from now on, unless the server gives it again.
-            (self._store.folder("pulled") / link_name(reference)).unlink(missing_ok=True)
+            self._not_of_a_server(reference)
             return None
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(InvalidManifest):
@@ -303,7 +302,13 @@ class Names:
                 self._history.keep(reference, found)
                 former = found
         self._write(reference, model.data)
+        self._not_of_a_server(reference)
         return former
+
+    def _not_of_a_server(self, reference: Reference) -> None:
+        """Forget that a server has given a name: it is the user's from now on, unless the server gives it again."""
+        with contextlib.suppress(OSError):  # the folder is another user's
+            (self._store.folder("pulled") / link_name(reference)).unlink()
 
     def _note_brought(self, model: NewModel, *, is_brought: bool) -> None:
         """Note whether a user brings a model that a server has fetched into another store, or this one's server does.
@@ -382,6 +387,7 @@ class Names:
                         continue
                     raise self._store.not_found(reference) from None
                 folders[path.parent] = None
+                self._not_of_a_server(reference)
         finally:
             for folder in folders:
                 # Even if a later name does not exist: those before it must be removed durably.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,22 @@ def test_a_forged_mark_makes_no_model_a_commit_of_the_upstream(
     assert found is not None
     assert found.key == Digest.of(cache.read_manifest(NAME))
     assert prepared(lambda: visible.model(forged)) is not None
+
+
+def test_a_store_that_was_copied_without_hard_links_knows_which_names_a_server_has_given(
+    cache: LocalStore, source: Path, tmp_path: Path
+) -> None:
+    fetch(cache, source, COPY)
+    copied = LocalStore(shutil.copytree(cache.root, tmp_path / "copied"))
+    PulledModels(copied).own()
+    assert not any(Library(copied).is_own(name) for name in (NAME, COPY))
+    # What its user has given since is his.
+    again = archive(copied, NAME, tmp_path)
+    remove_models([NAME], store=copied)
+    unpack_archive(again, store=copied)
+    PulledModels(copied).own()
+    assert Library(copied).is_own(NAME)
+    assert not Library(copied).is_own(COPY)
 
 
 # Names of repositories
