@@ -352,8 +352,7 @@ class PullThrough:
             # Clients without a token may read no restricted model, and need not wait for what the upstream says of it.
             if not copies or (not token and everyone(names)):
                 return everyone
-            visible = self._with_copied(copies, token)
-            return visible if visible(names) else None
+            return self._with_copied(copies, token, lambda visible: visible(names))
         if asked is None:
             return everyone if everyone.has(repository) else None
         held = asked.held(everyone)
@@ -365,20 +364,29 @@ class PullThrough:
         if not has_upstream:
             return None
         copies = hidden_versions(self._library, repository, asked, everyone)
-        visible = self._with_copied(copies, token)
+        visible = self._with_copied(copies, token, asked.held)
         return visible if asked.held(visible) else None
 
-    def _with_copied(self, copies: Iterable[Asked], token: str) -> Visible:
-        """Return the models that everyone may read, and what the client may read of versions that the operator has copied.
+    def _with_copied(
+        self, copies: Iterable[Asked], token: str, found_in: Callable[[Visible], object]
+    ) -> Visible:
+        """Return the models that everyone may read, with those versions that the operator has copied and the client may read.
 
-        Another version is absent for the client, and answered as absent names are: by what the upstream says of that
-        name. Raises NotFetched.
+        The upstream hears nothing of the copy's name. Raises NotFetched, and Refusal if ``found_in`` finds nothing
+        because the client may not read a version.
         """
         opened: frozenset[Commit] = frozenset()
+        refusal = None
         for one in copies:
-            with contextlib.suppress(Refusal):
+            try:
                 opened |= self._judged(one, token, self._ask)[1].opens
-        return Visible.of(self._library, opened)
+            except Refusal as error:
+                # What it says of a revision of the original would tell the copy from an absent name.
+                refusal = no_model() if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else error
+        visible = Visible.of(self._library, opened)
+        if refusal is not None and not found_in(visible):
+            raise refusal
+        return visible
 
     def _repository(
         self, request: Request, repository: Reference, token: str, target: Target
