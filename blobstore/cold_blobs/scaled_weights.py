@@ -134,7 +134,7 @@ class ScaledWeight(NamedTuple):
         if self.item.float8 is None:
             yield AffineRule(dtype, self.scale, CODES, self.item.bits, self.group_size)
             return
-        rule = self._float8_rule(read, dtype)
+        rule = self._float8_rule(read, dtype, self.item.float8.block)
         if max(rule.block) <= _MAX_BLOCK and rule.is_possible(self.places[0][1]):
             for quotient in SOURCES:
                 yield replace(rule, quotient=quotient)
@@ -160,16 +160,17 @@ class ScaledWeight(NamedTuple):
                 return None
         return Found(differing / total, begin, rule)
 
-    def _float8_rule(self, read: Read, dtype: DType) -> Float8Rule:
+    def _float8_rule(self, read: Read, dtype: DType, block: tuple[int, int]) -> Float8Rule:
+        """Return the rule of 8-bit floats with scales of ``block``, rows and columns."""
         from blobstore.compression.quant_rule import weights_of
         from blobstore.compression.scaled_rules import Float8Rule
 
-        layout, (begin, size) = self.item.float8, self.places[1]
-        assert layout is not None  # noqa: S101 - of 8-bit floats
+        begin, size = self.places[1]
         rows, columns = self.elements // self.shape[-1], self.shape[-1]
-        height, width = layout.block
-        block = 0 if height >= rows else height, 0 if width >= columns else width
-        rule = Float8Rule(dtype, columns, block)
+        height, width = block
+        rule = Float8Rule(
+            dtype, columns, (0 if height >= rows else height, 0 if width >= columns else width)
+        )
         scales = weights_of(_read(read, begin, size), self.scale).tobytes()
         return rule.with_scales(scales, self.places[0][1])
 

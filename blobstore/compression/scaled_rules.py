@@ -9,6 +9,7 @@ thread takes subnormal numbers for 0.
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ _TINY: Final = 0x3000
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _Rule(ABC):
     """How bytes of a part are computed from elements of a base."""
 
     dtype: DType
@@ -70,9 +71,9 @@ class _Rule:
     """What the record has for the type of blocks."""
 
     @property
+    @abstractmethod
     def kind(self) -> GgufType:
         """The weights that bytes of the part are computed from together, and how many bytes these are."""
-        raise NotImplementedError
 
     @property
     def source_width(self) -> int:

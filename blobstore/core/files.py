@@ -43,7 +43,7 @@ def status_of(path: Path | str, *, follow: bool = False) -> os.stat_result | Non
         StoreError: that cannot be known now.
     """
     try:
-        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - it may be a string
+        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - a Path would cost as much again
     except OSError as error:
         if is_absence(error):
             return None
@@ -74,7 +74,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path | str) -> Self | None:
-        """Return the state of the regular file at ``path``, not following links; None if there is none.
+        """Return the state of the regular file at ``path``, not following links; None if nothing is there.
 
         Raises as :func:`status_of`.
         """

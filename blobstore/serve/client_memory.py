@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core.limits import Crowded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Protocol
 
     class Content(Protocol):
@@ -85,6 +84,5 @@ class ClientMemory:
         idle, text = next(iter(self._texts.items()))
         if asyncio.get_running_loop().time() - text.moved >= GRACE_SECONDS:
             return idle
-        size_of: Callable[[asyncio.Transport], int] = lambda one: self._texts[one].size  # noqa: E731
-        largest = max(self._texts, key=size_of)
-        return largest if size_of(largest) > size else None
+        largest, text = max(self._texts.items(), key=lambda item: item[1].size)
+        return largest if text.size > size else None

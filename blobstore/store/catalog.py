@@ -6,7 +6,6 @@ A manifest is parsed only if this user has not read it before; see :mod:`blobsto
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,14 +15,13 @@ from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.progress import reporting
-from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound
+from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference, is_path
 from blobstore.store.references import KnownManifest, References
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from blobstore.errors import StoreError
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
@@ -111,14 +109,10 @@ class Catalog:
     def _look(self, path: str, unknown: dict[str, FileVersion | None]) -> None:
         """Note what is known of a manifest, or that it is not known."""
         version = None
-        try:
+        with contextlib.suppress(StoreError):  # reading the manifest reports it
             # Before the file is read: one that is replaced in between is read again next time.
-            status = os.stat(self._root + path)  # noqa: PTH116 - there are thousands
-            version = FileVersion.of_status(status)
-        except OSError:  # reading the manifest reports the error
-            known = None
-        else:
-            known = self.references.known(version)
+            version = FileVersion.of(self._root + path)
+        known = None if version is None else self.references.known(version)
         self._found[path] = _Found(version, known)  # in the order of names
         if known is None:
             unknown[path] = version
@@ -159,7 +153,7 @@ class Catalog:
         return (self._entry(path) for path in self._found if path.rpartition("/")[0] in wanted)
 
     def get(self, reference: Reference) -> CatalogEntry | None:
-        """Return the entry of a name; None if there is none."""
+        """Return the entry of a name; None if the store has no such name."""
         path = "/".join(reference.parts)
         return self._entry(path) if path in self._found else None
 

@@ -66,6 +66,10 @@ class _Record(NamedTuple):
     is_checked: bool
     is_unpublished: bool
 
+    def packed(self, version: tuple[int, ...], begin: int) -> bytes:
+        """Return the bytes of the same for a file of this version, with its numbers from ``begin`` on."""
+        return _RECORD.pack(*version, *self._replace(begin=begin)[len(version) :])
+
 
 class KnownManifest(NamedTuple):
     """What is known of a manifest: a row of the tables."""
@@ -158,7 +162,7 @@ class References:
         """Return the numbers that a manifest references."""
         *_, begin, count, _, _, _ = _RECORD.unpack_from(self._records, _RECORD.size * row)
         found = self._lists[begin : begin + count]
-        # Here, because a command seldom asks for all. Only who writes the file on purpose can do that.
+        # Here, because a command seldom asks for all. Only a forged file has such a number.
         return found if max(found, default=0) < len(self.sizes) else array("I")
 
     def digest(self, number: int) -> Digest:
@@ -286,7 +290,7 @@ class References:
         """Add a row."""
         row = len(self._records) // _RECORD.size
         start = version or (0,) * 5
-        self._records += _RECORD.pack(*start, *record[5:7], len(self._lists), *record[8:])
+        self._records += record.packed(start, len(self._lists))
         self._lists += numbers
         for number in numbers:
             self._uses[number] += 1
@@ -331,8 +335,7 @@ class References:
         parts = [self.numbers_of(row) for row in rows.values()]
         records = []
         for (version, row), part in zip(rows.items(), parts, strict=True):
-            record = self.record(row)
-            records.append(_RECORD.pack(*version, *record[5:7], len(lists), *record[8:]))
+            records.append(self.record(row).packed(version, len(lists)))
             lists += part
         if len(sizes) > len(lists):  # most blobs are those of manifests that are gone
             order = {number: place for place, number in enumerate(dict.fromkeys(lists))}

@@ -47,7 +47,7 @@ class Spellings:
         return bool(self._listed(repository))
 
     def first_tag(self, repository: Sequence[str]) -> str | None:
-        """Return a tag of a repository; None if there is none."""
+        """Return a tag of a repository; None if it has no tag."""
         tags = list(self._listed(repository).values())  # at once: other threads may note names
         return min((tag for alike in tags for tag in alike), default=None)
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,10 @@ def ladder(folder: Path, weights: Mapping[str, Array]) -> None:
 def peers(folder: Path, files: list[Path]) -> Iterator[tuple[str, int]]:
     """Yield what other programs make of the files, which they restore."""
     sys.path.append(str(package(ZIPNN)))
-    from zipnn import ZipNN  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    coder, size = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1), 0
+    coder, size = (
+        import_module("zipnn").ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1),
+        0,
+    )
     for path in files:
         packed = bytes(coder.compress(bytearray(path.read_bytes())))
         assert bytes(coder.decompress(packed)) == path.read_bytes()

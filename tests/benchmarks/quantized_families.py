@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,7 +258,7 @@ def families() -> Iterator[tuple[str, Callable[[], Family]]]:
     yield "FP8, a scale for a weight, ModelOpt", modelopt_fp8
     fp8 = "NaiveQuantizationCompressor", "float-quantized"
     for scheme, what in (("FP8_DYNAMIC", "rows"), ("FP8_BLOCK", "blocks of 128 x 128")):
-        yield f"FP8, {what}, compressed-tensors", lambda scheme=scheme: compressed(scheme, *fp8)  # type: ignore[misc]
+        yield f"FP8, {what}, compressed-tensors", partial(compressed, scheme, *fp8)
     packed = "PackedQuantizationCompressor", "pack-quantized"
     yield "W4A16, compressed-tensors, nearest", lambda: compressed("W4A16", *packed)
     yield "W4A16, llm-compressor, GPTQ", lambda: compressed("W4A16", *packed, gptq=True)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -249,7 +250,7 @@ def test_each_revision_of_the_upstream_is_itself_also_where_names_of_a_store_are
         for _ in range(2):
             for revision in REVISIONS:
                 target = f"/{NAME}/resolve/{revision}/model.safetensors"
-                until(lambda target=target: server.request(target)[0] == 200)  # type: ignore[misc]
+                until(partial(is_given, server, target))
                 data = (folders[revision] / "model.safetensors").read_bytes()
                 assert server.request(target)[2] == data, revision
         mine = made(tmp_path / "mine", 9)
@@ -259,16 +260,20 @@ def test_each_revision_of_the_upstream_is_itself_also_where_names_of_a_store_are
     assert not [one for one in hub.requests if "own" in one]
 
 
+def is_given(server: Serving, target: str) -> bool:
+    return server.request(target)[0] == 200
+
+
 def test_a_repository_is_asked_for_by_the_name_that_the_hub_has(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
-    hub.add("foo", made(tmp_path / "foo", 2))
+    hub.add("plain", made(tmp_path / "plain", 2))
     create(made(tmp_path / "mine", 3), "mine", store=store)
     with serving(store, tmp_path, "--upstream", hub.url) as server:
-        assert fetch(server, "foo") == weights(hub, "foo")
-        for name in ("library/foo", "registry.ollama.ai.library/foo"):
+        assert fetch(server, "plain") == weights(hub, "plain")
+        for name in ("library/plain", "registry.ollama.ai.library/plain"):
             assert server.request(FILE.format(name))[0] == 401, "the Hub's is another one"
-        assert server.request("/v2/library/foo/manifests/latest")[0] == 200
+        assert server.request("/v2/library/plain/manifests/latest")[0] == 200
         assert server.request(FILE.format("library/mine"))[0] == 200
 
 

@@ -124,7 +124,7 @@ def test_manifests_of_kept_models_have_limited_size(
 def test_large_models_are_prepared_one_at_a_time(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is not next comes again, and takes no thread from others until then."""
+    """A request that is not next is answered again later, and takes no thread from others until then."""
     monkeypatch.setattr(NotPrepared, "pause", 0)
     image = Reference.parse("org/model:latest.image")
     questions = (

@@ -46,9 +46,9 @@ def test_reports_why_a_manifest_cannot_be_read(store: LocalStore) -> None:
         assert (entry.digest, entry.manifest, entry.blobs) == (None, None, {})
 
 
-def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
+def test_skips_a_name_that_vanishes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(store.repositories())
-    store.repositories = lambda **_: iter(found)  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "repositories", lambda **_: iter(found))
     store.manifest_path(A).unlink()
     assert [entry.reference for entry in read_catalog(store)] == [B]
 
