@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.quantization.recipes import Copied, Prequantized
+from blobstore.quantization.tensor_bytes import Converter, UnreadableGroups
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

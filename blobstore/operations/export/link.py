@@ -25,10 +25,10 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.folders import writer
 from blobstore.folders.link_plan import plan_links
+from blobstore.folders.reflink import clone_data
 from blobstore.manifests.ollama_files import MANIFEST
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
-from blobstore.operations.export.reflink import clone_data
 from blobstore.quantization.old_config_keys import file_with_old_keys
 from blobstore.store.local import LocalStore, StoreLike
 

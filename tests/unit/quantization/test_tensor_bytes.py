@@ -9,12 +9,12 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
-from blobstore.operations.create import tensor_bytes
-from blobstore.operations.create.tensor_bytes import Converter
 from blobstore.quantization import numpy as reference
+from blobstore.quantization import tensor_bytes
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.fp8 import decode
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe
+from blobstore.quantization.tensor_bytes import Converter
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

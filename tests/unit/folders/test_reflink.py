@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.operations.export.reflink import clone_data
+from blobstore.folders.reflink import clone_data
 from blobstore.safetensors.header import encode_header
 from tests.support.reflinks import BLOCK, share_blocks
 
