@@ -70,7 +70,7 @@ def command(
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
-        _show_remote(patterns, plain_http, order, limit, out)
+        _show_remote(store, patterns, plain_http, order, limit, out)
         return
     unreadable: list[StoreError] = []
 
@@ -118,6 +118,7 @@ def _first(items: Sequence[_Item], limit: int | None) -> tuple[Sequence[_Item], 
 
 
 def _show_remote(
+    store: LocalStore,
     addresses: Sequence[str],
     plain_http: bool | None,
     order: Order,
@@ -128,7 +129,7 @@ def _show_remote(
 
     if len(addresses) > 1:
         raise click.UsageError("an address cannot be combined with other patterns")
-    entries = read_remote_catalog(addresses[0], plain_http=plain_http)
+    entries = read_remote_catalog(addresses[0], plain_http=plain_http, kept_in=store)
     models: Sequence[tuple[RemoteEntry, int]]
     models = list(zip(entries, shared_sizes(entries), strict=True))
     keys: dict[Order, Callable[[tuple[RemoteEntry, int]], float]] = {

@@ -1,30 +1,46 @@
-"""The models of a whole remote: of a store in object storage, or the tags of a repository in a registry."""
+"""The models of a whole remote: of a store in object storage, or the tags of a repository in a registry.
+
+What a manifest references is kept in the local store, by what the next listing says of it: its digest in a registry,
+or the ETag of its object. The file is a cache, as :mod:`blobstore.store.references` is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import struct
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import capacity
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
+from blobstore.core.files import FileVersion
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, RemoteRefused
+from blobstore.errors import (
+    BlobstoreError,
+    Damaged,
+    InvalidManifest,
+    ModelNotFound,
+    RemoteRefused,
+)
 from blobstore.manifests.model import Manifest
 from blobstore.remotes.addresses import is_in_objects
+from blobstore.store.references import KnownManifest, References
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.objects.client import ObjectInfo
     from blobstore.objects.store import ObjectStore
     from blobstore.registry.reference import RemoteReference
+    from blobstore.store.local import LocalStore
 
 _STREAMS: Final = capacity.CATALOG.most
+_NO_DIGEST: Final = Digest("0" * 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +54,7 @@ class RemoteEntry:
     """The digest of the manifest in the registry, which addresses the model there."""
     modified: float | None = None
     """When the name was written, in seconds since the epoch; a registry does not say."""
-    blobs: tuple[Descriptor, ...] = field(default=(), repr=False)
+    blobs: tuple[BlobId, ...] = field(default=(), repr=False)
     """Each blob of the model once."""
     error: BlobstoreError | None = None
     """Why the model cannot be read."""
@@ -60,6 +76,7 @@ def read_remote_catalog(
     *,
     plain_http: bool | None = None,
     is_chosen: Callable[[str], bool] = lambda _: True,
+    kept_in: LocalStore | None = None,
 ) -> list[RemoteEntry]:
     """Return the models at an address, sorted by name. Only manifests are read.
 
@@ -68,21 +85,33 @@ def read_remote_catalog(
             the start of several, or a registry alone.
         plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
         is_chosen: whether the model with an address, as entries have it, is read and returned.
+        kept_in: the store that keeps what manifests reference. Those that it knows are not read again.
 
     Raises:
         InvalidReference: the address is not valid.
         NotFound: there is no store, model or repository.
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
     """
+    manifests = _Manifests(kept_in, address.rstrip("/"))
     if not is_in_objects(address):
-        return _tags(address, plain_http, is_chosen)
-    if (store := find_store(address)) is None:
+        entries = _tags(address, plain_http, is_chosen, manifests)
+    elif (store := find_store(address)) is None:
         from blobstore.objects.source import ObjectSource
 
         _, model, data = ObjectSource.locate(address)
-        return [_entry(str(model), data, None)] if is_chosen(str(model)) else []
-    names = sorted(one for one in store.list_manifests() if is_chosen(_address(store, one[0])))
-    return WorkerPool(_STREAMS, None, 0).run(names, partial(_stored, store))
+        where = str(model)
+        return [_stored(where, None, lambda: data, manifests)] if is_chosen(where) else []
+    else:
+        names = ((f"{store.address}/{name}", name, item) for name, item in store.list_manifests())
+        chosen = sorted(one for one in names if is_chosen(one[0]))
+
+        def read(one: tuple[str, Reference, ObjectInfo]) -> RemoteEntry:
+            address, name, item = one
+            return _stored(address, item, partial(store.read_manifest, name), manifests)
+
+        entries = WorkerPool(_STREAMS, None, 0).run(chosen, read)
+    manifests.save()
+    return entries
 
 
 def find_store(address: str) -> ObjectStore | None:
@@ -143,30 +172,79 @@ def has_many_models(address: str, *, plain_http: bool | None = None) -> bool:
     return False
 
 
-def _address(store: ObjectStore, name: Reference) -> str:
-    return f"{store.address}/{name}"
+class _Manifests:
+    """What the manifests of a remote reference, by keys that stand for their content. Any number of threads may use it."""
+
+    def __init__(self, store: LocalStore | None, address: str) -> None:
+        self._known = store.known_references(address) if store else References()
+        self._met: list[FileVersion] = []
+        self._blobs: dict[int, BlobId] = {}
+        """By number, because models have them in common."""
+        self._lock = threading.Lock()
+
+    def entry(self, key: str | None, read: Callable[[], tuple[Digest, Manifest]]) -> RemoteEntry:
+        """Return the digest and the blobs of a manifest, which is only read if it is not known."""
+        version = None if key is None else _version_of(key)
+        with self._lock:
+            known = None if version is None else self._known.known(version)
+        if known is None:
+            digest, manifest = read()
+            with self._lock:
+                known = self._known.add(version, digest, manifest)
+        with self._lock:
+            if version is not None:
+                self._met.append(version)
+            return RemoteEntry(
+                address="",
+                digest=None if known.digest == _NO_DIGEST else known.digest,
+                blobs=tuple(self._ids(known)),
+            )
+
+    def _ids(self, known: KnownManifest) -> Iterator[BlobId]:
+        for number, size in zip(known.blobs, known.sizes, strict=True):
+            blob = self._blobs.get(number)
+            if blob is None or blob.size != size:
+                blob = self._blobs[number] = BlobId(self._known.digest(number), size)
+            yield blob
+
+    def save(self) -> None:
+        """Keep those manifests that were asked for."""
+        self._known.save(self._met)
 
 
-def _stored(store: ObjectStore, named: tuple[Reference, ObjectInfo]) -> RemoteEntry:
-    name, item = named
-    where, modified = _address(store, name), item.modified.timestamp()
+def _version_of(key: str) -> FileVersion:
+    """Return what stands for a key in a table that has versions of files."""
+    parts = struct.unpack("=3Q8x", hashlib.sha256(key.encode()).digest())
+    return FileVersion._make((*parts, 0, 0))
+
+
+def _stored(
+    address: str, item: ObjectInfo | None, read: Callable[[], bytes], manifests: _Manifests
+) -> RemoteEntry:
+    """Return a model in object storage, which ``item`` of a listing describes."""
+    digest = None
+
+    def parse() -> tuple[Digest, Manifest]:
+        nonlocal digest
+        data = read()
+        digest = Digest.of(data)
+        return digest, Manifest.from_bytes(data)
+
+    modified = None if item is None else item.modified.timestamp()
+    # Without an ETag, nothing says that an object is the one of the last listing.
+    key = f"{address} {item.etag} {item.size} {modified}" if item and item.etag else None
     try:
-        return _entry(where, store.read_manifest(name), modified)
-    except ModelNotFound as error:  # another process has removed it
-        return RemoteEntry(address=where, modified=modified, error=error)
-
-
-def _entry(address: str, data: bytes, modified: float | None) -> RemoteEntry:
-    digest = Digest.of(data)
-    try:
-        blobs = Manifest.from_bytes(data).blobs
-    except BlobstoreError as error:
+        found = manifests.entry(key, parse)
+    except (InvalidManifest, ModelNotFound) as error:  # another process has removed it
         return RemoteEntry(address=address, digest=digest, modified=modified, error=error)
-    return RemoteEntry(address=address, digest=digest, modified=modified, blobs=tuple(blobs))
+    return replace(found, address=address, modified=modified)
 
 
 def _tags(
-    address: str, plain_http: bool | None, is_chosen: Callable[[str], bool]
+    address: str,
+    plain_http: bool | None,
+    is_chosen: Callable[[str], bool],
+    manifests: _Manifests,
 ) -> list[RemoteEntry]:
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.store import RemoteSource, list_tags
@@ -177,16 +255,19 @@ def _tags(
     place = tags[0][0]
 
     def read(place: RemoteReference) -> RemoteEntry:
-        try:
+        digest = place.digest
+
+        def parse() -> tuple[Digest, Manifest]:
+            nonlocal digest
             found = RemoteSource.resolve(client, place, with_files=True)
+            digest = found.root.digest
+            return Digest.of(found.data) if found.data else _NO_DIGEST, found.manifest
+
+        try:
+            found = manifests.entry(digest and str(digest), parse)
         except BlobstoreError as error:
-            return RemoteEntry(address="", registry_digest=place.digest, error=error)
-        return RemoteEntry(
-            address="",
-            digest=Digest.of(found.data) if found.data else None,
-            registry_digest=found.root.digest,
-            blobs=tuple(found.blobs),
-        )
+            return RemoteEntry(address="", registry_digest=digest, error=error)
+        return replace(found, registry_digest=digest)
 
     # Tags of one manifest are read once.
     places = {(tag.repository, digest or tag): replace(tag, digest=digest) for tag, digest in tags}

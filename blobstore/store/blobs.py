@@ -13,7 +13,7 @@ import stat
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core import limits
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import is_absence, read_exactly, write_all
 from blobstore.core.mmap import new_buffer
@@ -259,7 +259,7 @@ class BlobReader:
         found = Digest.of_pieces(self.read_base_link(digest, size), progress)
         _check_found(self._layout.base_blob(digest), digest, found)
 
-    def has_blobs(self, blobs: Iterable[Descriptor]) -> bool:
+    def has_blobs(self, blobs: Iterable[BlobId | Descriptor]) -> bool:
         """Return whether the store has all of these blobs, judged by their sizes."""
         try:
             for blob in blobs:

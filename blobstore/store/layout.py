@@ -108,9 +108,13 @@ class Layout:
         """Return the path of a user's cache of blobs that were verified."""
         return self.headers.parent / f"verified-{user}"
 
-    def references(self, user: int) -> Path:
-        """Return the path of what a user has read of manifests; see :mod:`blobstore.store.references`."""
-        return self.headers.parent / f"references-{user}"
+    def references(self, user: int, remote: str = "") -> Path:
+        """Return the path of what a user has read of manifests, here or at the address of a remote.
+
+        See :mod:`blobstore.store.references`.
+        """
+        ending = f"-{Digest.of(remote.encode()).hex}" if remote else ""
+        return self.headers.parent / f"references-{user}{ending}"
 
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""

@@ -285,9 +285,9 @@ class LocalStore(ManifestReader):
         """Return the cache of the blobs that this user has found intact."""
         return VerifiedBlobs(self)
 
-    def known_references(self) -> References:
-        """Return what this user has read of manifests."""
-        return References(self._layout.references(os.geteuid()))
+    def known_references(self, remote: str = "") -> References:
+        """Return what this user has read of manifests, here or at the address of a remote."""
+        return References(self._layout.references(os.geteuid(), remote))
 
     def read_note(self, kind: NoteKind, key: Digest) -> bytes | None:
         """Return what :meth:`write_note` stored of a kind under ``key``, or None."""

@@ -14,8 +14,8 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from blobstore.core.digest import BlobId
     from blobstore.errors import BlobstoreError
-    from blobstore.manifests.descriptor import Descriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +81,18 @@ def measure_remote(
 
 def _entries(local: LocalStore, address: str, plain_http: bool | None) -> Iterator[RemoteEntry]:
     if is_in_objects(address) or has_many_models(address, plain_http=plain_http):
-        yield from read_remote_catalog(address, plain_http=plain_http)
+        yield from read_remote_catalog(address, plain_http=plain_http, kept_in=local)
         return
     with reading_models(local, address, plain_http=plain_http) as (reader, (name,)):
-        yield RemoteEntry(address=address, blobs=tuple(reader.resolve(name).blobs))
+        yield RemoteEntry(
+            address=address, blobs=tuple(blob.id for blob in reader.resolve(name).blobs)
+        )
 
 
 def _usage(
     local: LocalStore,
     address: str,
-    blobs: Iterable[Descriptor],
+    blobs: Iterable[BlobId],
     error: BlobstoreError | None = None,
 ) -> RemoteUsage:
     blobs = {blob.digest: blob for blob in blobs}.values()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import stat
 import time
@@ -58,6 +59,8 @@ _HOLD = 0.2
 """Seconds after which the lock is released for other processes, or as many as it took to read what changed."""
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
+_OLD = re.compile(r"(upload|lock|references-[0-9]+)-")
+"""Files about remotes that are removed by their age."""
 _PREFIX = Digest("").file_name
 
 
@@ -503,9 +506,10 @@ class _Collection:
             os.close(descriptor)
 
     def _remove_uploads(self) -> Iterator[Removed]:
-        """Remove the entries of uploads, and their locks, that no process holds and no registry remembers."""
-        for entry in scan_folder(self._store.folder("remotes")):
-            if not entry.name.startswith(("upload-", "lock-")):
+        """Remove old entries of uploads, their locks, and what lists of remotes reference, unless a process holds them."""
+        folder = self._store.folder("remotes")
+        for entry in chain(scan_folder(folder), scan_folder(folder.parent)):
+            if not _OLD.match(entry.name):
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's
                 status = entry.stat(follow_symlinks=False)

@@ -119,7 +119,7 @@ def pull_models(
     if options.get("cold", True):
         order, bases = pull_order(addresses, local, options.get("plain_http"))
     entries = [addresses[number] for number in order]
-    blobs = [{blob.id for blob in entry.blobs} for entry in entries]
+    blobs = [set(entry.blobs) for entry in entries]
     expected: set[BlobId] = set()
 
     def pull(number: int, step: Progress | None) -> Pulled:
@@ -164,7 +164,7 @@ def pull_order(
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
     """
     bases = WorkerPool(_STREAMS, None, 0).run(entries, partial(_bases, store, plain_http))
-    return _bases_first(bases, [{blob.id for blob in entry.blobs} for entry in entries]), bases
+    return _bases_first(bases, [set(entry.blobs) for entry in entries]), bases
 
 
 def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> list[int]:
@@ -202,8 +202,7 @@ def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> se
             find_model(entry.address, plain_http=plain_http, with_files=True) as source,
         ):
             layers = attached(source, source.root.digest, lambda _: None).fetch_layers()
-            own = {blob.id for blob in entry.blobs}
-            return {layer.base for layer in layers.values() if layer.base} - own
+            return {layer.base for layer in layers.values() if layer.base}.difference(entry.blobs)
     return set()
 
 
@@ -232,7 +231,7 @@ def find_remote_models(
             entries = _matches(text, plain_http)
         else:
             with find_model(text, plain_http=plain_http, with_files=True) as source:
-                blobs = tuple(source.model.blobs)
+                blobs = tuple(blob.id for blob in source.model.blobs)
             entries = [RemoteEntry(address=text, blobs=blobs)]
         found |= {entry.address: entry for entry in entries}
     return list(found.values())

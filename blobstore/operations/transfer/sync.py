@@ -222,7 +222,9 @@ def _in_order(
         address = models[number].remote
         try:
             with find_model(address, plain_http=plain_http, with_files=True) as source:
-                return RemoteEntry(address=address, blobs=tuple(source.model.blobs))
+                return RemoteEntry(
+                    address=address, blobs=tuple(blob.id for blob in source.model.blobs)
+                )
         except BlobstoreError as error:  # the pull reports it
             return RemoteEntry(address=address, error=error)
 

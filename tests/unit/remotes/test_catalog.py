@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry.layouts.ollama import plan_ollama
-from blobstore.remotes.catalog import find_store, read_remote_catalog, shared_sizes
+from blobstore.registry.layouts.plan import MODEL_CONFIG
+from blobstore.registry.manifest import OCI_MANIFEST
+from blobstore.remotes.catalog import RemoteEntry, find_store, read_remote_catalog, shared_sizes
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.hostile_s3 import hostile_s3
 from tests.support.stub_registry import StubRegistry
 
 
@@ -104,3 +109,71 @@ def test_tags_of_one_manifest_are_read_once(local: LocalStore) -> None:
     assert found[0].size == sum(blob.size for blob in local.resolve("one").blobs)
     assert found[2].error is not None
     assert requests[f"GET /v2/team/a/manifests/{plan.root.digest}"] == 1
+
+
+def test_a_list_reads_only_manifests_that_are_new_since_the_last(local: LocalStore) -> None:
+    plans = {name: plan_ollama(local.read_manifest(name)) for name in ("one", "team/two:v1")}
+    with StubRegistry() as registry:
+        address = f"oci://{registry.host}/team/a"
+
+        def read() -> tuple[list[RemoteEntry], set[str]]:
+            registry.requests.clear()
+            entries = read_remote_catalog(address, kept_in=local)
+            return entries, {request.partition("/team/a/")[2] for request in registry.requests}
+
+        registry.put(local, plans["one"], "team/a", "v1")
+        first, _ = read()
+        assert read() == (first, {"tags/list?n=1000", "manifests/v1"})
+        registry.put(local, plans["team/two:v1"], "team/a", "v1")
+        (other,), requests = read()
+        assert other.digest == Digest.of(local.read_manifest("team/two:v1"))
+        assert set(other.blobs) == {blob.id for blob in local.resolve("team/two:v1").blobs}
+        assert f"manifests/{plans['team/two:v1'].root.digest}" in requests
+        kept = next(local.folder("headers").parent.glob(f"references-{os.geteuid()}-*"))
+        kept.write_bytes(kept.read_bytes()[:-1])
+        assert read()[0] == [other]
+
+
+def test_files_of_another_tool_and_errors_are_listed_again_as_before(local: LocalStore) -> None:
+    config = {"mediaType": MODEL_CONFIG, "digest": str(Digest.of(b"{}")), "size": 2}
+    layer = {
+        "mediaType": "application/vnd.cncf.model.weight.v1.raw",
+        "digest": str(Digest.of(b"weights")),
+        "size": 7,
+        "annotations": {"org.cncf.model.filepath": "model.safetensors"},
+    }
+    manifest = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config, "layers": [layer]}
+    with StubRegistry() as registry:
+        data = json.dumps(manifest).encode()
+        for name in ("files", str(Digest.of(data))):
+            registry.put_manifest("a", name, OCI_MANIFEST, data)
+        registry.put_manifest("a", "x", "application/json", b"[]")
+        lists = [read_remote_catalog(f"oci://{registry.host}/a", kept_in=local) for _ in range(2)]
+    for files, broken in lists:
+        assert (files.digest, files.size, files.error) == (None, 9, None)
+        assert (broken.size, str(broken.error)) == (None, str(lists[0][1].error))
+
+
+def test_a_list_of_a_bucket_reads_no_manifest_again(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hostile_s3() as server:
+        server.set_environment(monkeypatch)
+        push_model("one", str(server.address), store=local)
+        requests: list[str] = []
+        server.disturb = lambda request: requests.append(request.path)
+        first = read_remote_catalog(str(server.address), kept_in=local)
+        assert any("/manifests/" in path.partition("?")[0] for path in requests)
+        requests.clear()
+        assert read_remote_catalog(str(server.address), kept_in=local) == first
+        assert not any("/manifests/" in path.partition("?")[0] for path in requests)
+
+
+def test_a_replaced_object_is_read_again(place: str, local: LocalStore) -> None:
+    read_remote_catalog(place, kept_in=local)
+    objects = ObjectStore(StoreAddress.parse(place))
+    manifest = objects.read_manifest("team/two:v1")
+    objects.client.put("manifests/registry.ollama.ai/library/one/latest", manifest)
+    one, two = read_remote_catalog(place, kept_in=local)
+    assert one.digest == two.digest == Digest.of(manifest)
+    assert one.blobs == two.blobs

@@ -766,6 +766,18 @@ def test_removes_the_folder_of_an_import_that_was_killed(store: LocalStore) -> N
         assert not dead.exists()
 
 
+def test_removes_what_a_remote_had_in_a_list_of_long_ago(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    folder = store.folder("headers").parent
+    names = ("references-0", f"references-0-{'a' * 64}", f"references-0-{'b' * 64}")
+    for name in names:
+        (folder / name).touch()
+    for name in names[:2]:
+        os.utime(folder / name, (0, 0))
+    collect_garbage(store=store)
+    assert [(folder / name).exists() for name in names] == [True, False, True]
+
+
 def test_removes_old_notes_of_uploads_that_no_process_continues(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     remote = RemoteReference.parse("127.0.0.1:5000/team/model")
