@@ -94,7 +94,7 @@ def find_delta_bases(
 
     Blobs that the parent has too, and deltas against blobs of the parent, do not count.
     """
-    bases = _known_bases(disk)
+    bases = disk.holdings.deltas
     wanted = set(bases.values())
     holders: dict[Digest, list[Reference]] = defaultdict(list)
     for name, needed in disk.needs.items() if bases else ():
@@ -108,15 +108,11 @@ def find_delta_bases(
         for digest in needed.keys() & bases.keys() - theirs.keys():
             if bases[digest] not in theirs:
                 for holder in holders[bases[digest]]:
-                    sizes[holder] += disk.blobs.sizes.get(digest, 0)
+                    sizes[holder] += disk.sizes.get(digest, 0)
         sizes.pop(name, None)
         if sizes:
             found[name] = DeltaBase(*min(sizes.items(), key=lambda item: (-item[1], str(item[0]))))
     return found
-
-
-def _known_bases(disk: StoreDisk) -> Mapping[Digest, Digest]:
-    return disk.store.cold_index.known(disk.store.cold_files())
 
 
 class _Relatives:
@@ -124,7 +120,7 @@ class _Relatives:
 
     def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
         self._disk = disk
-        self._bases = _known_bases(disk)
+        self._bases = disk.holdings.deltas
         # Names of one manifest count as imported when the first of them was.
         first: dict[Digest | None, tuple[float, str]] = {}
         for name, entry in entries.items():
@@ -181,7 +177,7 @@ class _Relatives:
         theirs: Mapping[Digest, int] = self._disk.needs[parent] if parent is not None else {}
         shared = delta = own = 0
         for digest in self._disk.needs[name]:
-            size = self._disk.blobs.sizes.get(digest, 0)
+            size = self._disk.sizes.get(digest, 0)
             if digest in theirs:
                 shared += size
             elif self._bases.get(digest) in theirs:

@@ -31,7 +31,7 @@ def family_view(
     outside = [other for other in children if isinstance(other, str)]
     inside = [item for item in disk.entries if item not in parents and item in children]
     sizes = {
-        name: sum(disk.blobs.sizes.get(digest, 0) for digest in needed)
+        name: sum(disk.sizes.get(digest, 0) for digest in needed)
         for name, needed in disk.needs.items()
     }
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NotFound
-from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.pages.ancestry import find_parents
+from blobstore.pages.largest_models import read_largest
 from blobstore.pages.model_view import model_views
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
@@ -137,7 +137,7 @@ class LivePage:
 
     def _measure(self, target: Target) -> Response:
         name = target.first("model")
-        disk = read_disk(self._store)
+        disk, _, _ = read_largest(self._store, self._references)
         found = next((item for item in disk.entries if shown(item) == name), None)
         if found is None:
             raise NotFound(f"the store has no model {quote(name)}")
@@ -145,7 +145,7 @@ class LivePage:
         base = parents[found].reference if found in parents else None
         with self._measuring:
             measured = {found: measure_model(self._store, found, base)}
-        views = model_views(disk, [found], parents, measured, disk.owners())
+        views = model_views(disk, [found], parents, measured)
         return json_response(views[name])
 
 

@@ -40,7 +40,7 @@ def chosen_models(disk: StoreDisk, references: Sequence[Reference]) -> list[Refe
         return [name for name in references if name in disk.entries]
     chosen, count = [], 0
     for name, entry in disk.entries.items():
-        layers = len(entry.manifest.layers) if entry.manifest is not None else 0
+        layers = 0 if entry.known is None else entry.known.length - 1  # without the config
         if layers and (count := count + layers) <= MAX_TENSORS:
             chosen.append(name)
     return chosen
@@ -51,7 +51,6 @@ def model_views(
     references: Iterable[Reference],
     parents: Mapping[Reference, Parent],
     measured: Mapping[Reference, Mapping[str, Measurement]],
-    owners: Mapping[Digest, Sequence[int]],
 ) -> dict[str, Any]:
     """Return the view of each model by its name. Models that cannot be read have an error."""
     places = {name: place for place, name in enumerate(disk.entries)}
@@ -75,7 +74,7 @@ def model_views(
             **grid(
                 map(GridTensor.of, described.tensors),
                 measured.get(reference, {}),
-                owners,
+                disk.owners,
             ),
         }
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
 from blobstore.models.tensors import QPARAMS
-from blobstore.operations.describe.disk_usage import read_disk, usage_of
+from blobstore.pages.largest_models import read_largest
 from blobstore.pages.model_view import GridTensor, grid
 from blobstore.pages.store_view import store_view
 from blobstore.pages.text import shown
@@ -42,8 +42,7 @@ _STYLE = 'font-family="system-ui,sans-serif" font-size="12"'
 def store_picture(store: LocalStore) -> str:
     """Return a treemap of what a removal frees as HTML, or the error of reading the store."""
     try:
-        disk = read_disk(store)
-        view = store_view(disk, usage_of(disk), disk.holders())
+        view = store_view(*read_largest(store)[:2])
     except BlobstoreError as error:
         return f"<p>{_text(error)}</p>"
     totals, picture, models = view["totals"], view["freed"], view["models"]

@@ -526,7 +526,7 @@
   VIEWS.sharing = {
     title: "Sharing",
     show(section) {
-      const { models, shared, families, left_out } = DATA.sharing, count = models.length;
+      const { models, shared, families } = DATA.sharing, count = models.length;
       section.append(...heading("Which bytes do models have in common?", "Each cell is what two models share, as a part of the smaller one. Models that share blobs stand together."));
       if (!count) return section.append(el("p", { class: "empty" }, "The store is empty: there is nothing to share."));
       const table = shared.map((runs, row) => {
@@ -563,7 +563,6 @@
             if (of(a, b) && (isFound(models[a]) || isFound(models[b]))) found.push([models[a], models[b], bytes(of(a, b)), share(of(a, b), of(a, a)), share(of(a, b), of(b, b))]);
           return found;
         }));
-      if (left_out) section.append(el("p", { class: "hint" }, `${plural(left_out, "model")} without readable blobs, or smaller ones beyond the first ${count}, are left out.`));
       if (!families.length) return;
       const holder = el("div"), detail = panelled();
       const show = at => {
@@ -905,6 +904,10 @@
     let argument = rest.join("/");
     try { argument = decodeURIComponent(argument); } catch { /* someone typed it */ }
     VIEWS[view].show(section, argument);
+    if (DATA.rest?.models) section.append(
+      el("p", { class: "hint" }, `The page describes the largest models, and not ${plural(DATA.rest.models, "smaller one")}.`),
+      behind("The other models", ["Repository", "#Models", "#On disk", "#Freed by the removal of one"],
+        () => DATA.rest.repositories.map(([name, count, size, unique]) => [name, number(count), bytes(size), bytes(unique)])));
     redraw();
   }
   let timer = 0;

@@ -12,14 +12,10 @@ from blobstore.pages.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.disk_usage import StoreDisk
 
-MAX_MODELS = 1000
-"""Models of the matrix: the largest ones."""
 _MAX_FAMILIES = 50
 _MAX_FAMILY = 100
 """Models of a family that are shown by layers."""
@@ -27,7 +23,7 @@ _LEAST_SHARE = 0.01
 """The share of the smaller model that two models of a family have in common."""
 
 
-def sharing_view(disk: StoreDisk, holders: Mapping[Digest, Sequence[int]]) -> dict[str, Any]:
+def sharing_view(disk: StoreDisk) -> dict[str, Any]:
     """Return the models in the order of their families, the bytes that each two share, and the families.
 
     Row ``i`` of ``shared`` has the bytes that model ``i`` shares with ``i``, ``i + 1`` and so on, as
@@ -35,45 +31,27 @@ def sharing_view(disk: StoreDisk, holders: Mapping[Digest, Sequence[int]]) -> di
     """
     import numpy as np
 
-    sizes = {
-        name: disk.blobs.space(disk.holdings.by(entry.known)).size
-        for name, entry in disk.entries.items()
-    }
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
-    kept = {name for name in largest if sizes[name]}
-    names = [name for name in disk.entries if name in kept]
-    places = {place: new for new, place in enumerate(_places(disk, kept))}
+    names = list(disk.entries)
+    sizes = [
+        disk.blobs.space(disk.holdings.by(entry.known)).size for entry in disk.entries.values()
+    ]
     sets: Counter[tuple[int, ...]] = Counter()
-    for digest, models in holders.items():
-        sets[tuple(models)] += disk.blobs.sizes.get(digest, 0)
-    if len(places) < len(disk.entries):
-        every, sets = sets, Counter()
-        for group, size in every.items():
-            sets[tuple(places[place] for place in group if place in places)] += size
-        del sets[()]
+    for number, models in disk.holders.items():
+        sets[tuple(models)] += max(0, disk.blobs.all_sizes[number])
     shared = np.zeros((len(names), len(names)), np.int64)
     for group, size in sets.items():
         shared[np.ix_(group, group)] += size
-    bases = disk.store.cold_index.known(
-        {digest: status for digest, status in disk.store.cold_files().items() if digest in holders}
-    )
-    families = _families(sets, [sizes[name] for name in names])
+    families = _families(sets, sizes)
     order = [place for family in families for place in family]
     shared = shared[np.ix_(order, order)]
     return {
         "models": [shown(names[place]) for place in order],
-        "left_out": len(disk.entries) - len(names),
         "shared": [_runs(shared[row, row:].tolist()) for row in range(len(order))],
         "families": [
-            family_by_layers(disk, bases, [names[place] for place in family[:_MAX_FAMILY]])
+            family_by_layers(disk, [names[place] for place in family[:_MAX_FAMILY]])
             for family in [family for family in families if len(family) > 1][:_MAX_FAMILIES]
         ],
     }
-
-
-def _places(disk: StoreDisk, kept: AbstractSet[Reference]) -> list[int]:
-    """Return the positions of some models in the store."""
-    return [place for place, name in enumerate(disk.entries) if name in kept]
 
 
 def _runs(values: Sequence[int]) -> list[int]:
@@ -109,23 +87,20 @@ def _column(name: str) -> tuple[str, int]:
     return ("", -1) if number is None else (stack, number)
 
 
-def family_by_layers(
-    disk: StoreDisk, bases: Mapping[Digest, Digest], family: Sequence[Reference]
-) -> dict[str, Any]:
+def family_by_layers(disk: StoreDisk, family: Sequence[Reference]) -> dict[str, Any]:
     """Return the bytes of each model of a family by layer: shared, stored as deltas, and its own.
 
     Blobs are shared if another model of the family has them. Sizes are those on disk.
     """
     uses = Counter(chain.from_iterable(disk.needs[name] for name in family))
-    sizes = disk.blobs.sizes
     cells: list[dict[tuple[str, int], list[int]]] = []
     for name in family:
         manifest = disk.entries[name].manifest
         row: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
         layers = manifest.layers if manifest is not None else ()
         for digest, layer_name in {one.digest: one.name for one in reversed(layers)}.items():
-            kind = 0 if uses[digest] > 1 else 1 if digest in bases else 2
-            row[_column(layer_name)][kind] += sizes.get(digest, 0)
+            kind = 0 if uses[digest] > 1 else 1 if digest in disk.holdings.deltas else 2
+            row[_column(layer_name)][kind] += disk.sizes.get(digest, 0)
         cells.append(row)
     columns = sorted({column for row in cells for column in row}, key=lambda it: (it[1] >= 0, *it))
     return {

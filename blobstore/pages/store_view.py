@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.operations.describe.disk_usage import Space
 from blobstore.pages.squarify import Rectangle, nested
 from blobstore.pages.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from blobstore.core.digest import Digest
-    from blobstore.operations.describe.disk_usage import Space, StoreDisk, StoreUsage
+    from blobstore.operations.describe.disk_usage import StoreDisk, StoreUsage
 
 _MAX_SETS = 200
 """Sets of models with shared blobs that have a cell each; the smaller ones have one together."""
@@ -49,15 +49,17 @@ class Cell(NamedTuple):
     label: str
     """Empty for the cell of a model."""
     members: tuple[int, ...] = ()
-    """The models that share the blobs."""
+    """Those of the models that share the blobs that are shown."""
+    holders: int = 0
+    """All models that share them."""
 
 
-def store_view(
-    disk: StoreDisk, usage: StoreUsage, holders: Mapping[Digest, Sequence[int]]
-) -> dict[str, Any]:
-    """Return the totals of the store, its models, and the cells and layouts of its treemap."""
-    freed = _freed_groups(disk, usage, holders)
-    size = _size_groups(disk, holders, len(usage.models))
+def store_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
+    """Return the totals of the store, its models, and the cells and layouts of its treemap.
+
+    Models of the store that ``usage`` does not have are in one cell.
+    """
+    freed, size = _freed_groups(disk, usage), _size_groups(disk, usage)
     return {
         "totals": _totals(usage),
         "models": [
@@ -94,64 +96,75 @@ def _totals(usage: StoreUsage) -> dict[str, Any]:
     }
 
 
-def _freed_groups(
-    disk: StoreDisk, usage: StoreUsage, holders: Mapping[Digest, Sequence[int]]
-) -> list[list[Cell]]:
+def _freed_groups(disk: StoreDisk, usage: StoreUsage) -> list[list[Cell]]:
     """Return the cells of each model, those of sets of models, and those of everything else."""
     unique: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    sets: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for digest, models in holders.items():
-        size = disk.blobs.sizes.get(digest)
-        if size is None:
+    sets: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
+    others = usage.referenced
+    for number, models in disk.holders.items():
+        size = disk.blobs.all_sizes[number]
+        if size < 0:
             continue
-        if disk.holdings.counts[disk.blobs.references.number(digest)] == 1:
-            kind = "cold" if digest in disk.blobs.cold else "unique"
-            unique[models[0]][kind].append(size)
+        others = Space(others.files - 1, others.size - size)
+        count = disk.holdings.counts[number]
+        if count == 1:
+            unique[models[0]][_unique(disk, number)].append(size)
         else:
-            sets[tuple(models)].append(size)
+            sets[tuple(models), count - (number in disk.holdings.cached)].append(size)
     groups = [
         [Cell(kind, model, sum(sizes), len(sizes), "") for kind, sizes in kinds.items()]
         for model, kinds in sorted(unique.items())
     ]
     ordered = sorted(sets.items(), key=lambda item: -sum(item[1]))
     shared = [
-        Cell("shared", -1, sum(sizes), len(sizes), _label(len(models)), models)
-        for models, sizes in ordered[:_MAX_SETS]
+        Cell("shared", -1, sum(sizes), len(sizes), _label(count), models, count)
+        for (models, count), sizes in ordered[:_MAX_SETS]
     ]
     if rest := [size for _, sizes in ordered[_MAX_SETS:] for size in sizes]:
         label = f"shared by {len(ordered) - _MAX_SETS} smaller sets of models"
         shared.append(Cell("shared", -1, sum(rest), len(rest), label))
+    if others.files:
+        label = f"only in {usage.names - len(usage.models)} smaller models"
+        shared.append(Cell("shared", -1, others.size, others.files, label))
     spaces: dict[str, Space] = {name: getattr(usage, name) for name in _REST}
-    others = [
+    other_files = [
         Cell(kind, -1, spaces[name].size, spaces[name].files, label)
         for name, (kind, label) in _REST.items()
         if spaces[name].size
     ]
-    return [group for group in (*groups, shared, others) if group]
+    return [group for group in (*groups, shared, other_files) if group]
 
 
 def _label(models: int) -> str:
     return f"shared by {models} models" if models > 1 else "shared with the cache of remote models"
 
 
-def _size_groups(
-    disk: StoreDisk, holders: Mapping[Digest, Sequence[int]], count: int
-) -> list[list[Cell]]:
+def _unique(disk: StoreDisk, number: int) -> str:
+    return "cold" if number in disk.blobs.cold_sizes else "unique"
+
+
+def _size_groups(disk: StoreDisk, usage: StoreUsage) -> list[list[Cell]]:
     """Return the cells of each model, with all of its blobs."""
-    found: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(count)]
-    cold = disk.blobs.cold
-    for digest, models in holders.items():
-        size = disk.blobs.sizes.get(digest)
-        if size is None:
-            continue
-        kind = "shared" if len(models) > 1 else "cold" if digest in cold else "unique"
-        for model in models:
-            found[model][kind].append(size)
-    return [
+    found: list[dict[str, list[int]]] = [defaultdict(list) for _ in disk.entries]
+    for number, models in disk.holders.items():
+        size = disk.blobs.all_sizes[number]
+        if size >= 0:
+            is_shared = disk.holdings.counts[number] - (number in disk.holdings.cached) > 1
+            kind = "shared" if is_shared else _unique(disk, number)
+            for model in models:
+                found[model][kind].append(size)
+    groups = [
         [Cell(kind, model, sum(sizes), len(sizes), "") for kind, sizes in kinds.items()]
         for model, kinds in enumerate(found)
         if kinds
     ]
+    if others := usage.names - len(usage.models):
+        cells = [cell for group in groups for cell in group]
+        size = usage.without_sharing - sum(cell.size for cell in cells)
+        references = sum(disk.holdings.counts) - len(disk.holdings.cached)
+        blobs = references - sum(cell.blobs for cell in cells)
+        groups.append([Cell("shared", -1, size, blobs, f"{others} smaller models")])
+    return groups
 
 
 def _picture(groups: Sequence[Sequence[Cell]]) -> dict[str, Any]:
@@ -167,7 +180,7 @@ def _picture(groups: Sequence[Sequence[Cell]]) -> dict[str, Any]:
                 cell.blobs,
                 cell.label,
                 cell.members[:_MAX_MEMBERS],
-                len(cell.members),
+                cell.holders,
             ]
             for cell in cells
         ],

@@ -16,10 +16,10 @@ from blobstore.core.gc_pause import gc_paused
 from blobstore.core.targets import check_target
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.operations.describe.disk_usage import read_disk, usage_of
 from blobstore.pages.ancestry import find_delta_bases, find_parents
 from blobstore.pages.family_view import family_view
 from blobstore.pages.health_view import health_view
+from blobstore.pages.largest_models import read_largest
 from blobstore.pages.model_view import chosen_models, model_views
 from blobstore.pages.sharing_view import sharing_view
 from blobstore.pages.shell import render_page
@@ -105,9 +105,7 @@ def _page_data(
     jobs: int | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    disk = read_disk(store)
-    usage = usage_of(disk)
-    holders = disk.holders()
+    disk, usage, rest = read_largest(store, references)
     parents = find_parents(disk)
     chosen = chosen_models(disk, references)
     measured: dict[Reference, dict[str, Measurement]] = {}
@@ -120,11 +118,12 @@ def _page_data(
     return {
         "written": int(time.time()),
         "root": shown(store.root.name or store.root),
-        "store": store_view(disk, usage, holders),
-        "sharing": sharing_view(disk, holders),
+        "store": store_view(disk, usage),
+        "sharing": sharing_view(disk),
         "family": family_view(disk, parents, find_delta_bases(disk, parents)),
-        "model": model_views(disk, chosen, parents, measured, disk.owners()),
+        "model": model_views(disk, chosen, parents, measured),
         "health": health_view(disk, usage),
+        "rest": rest,
     }
 
 

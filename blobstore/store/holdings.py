@@ -36,10 +36,11 @@ class Holdings:
         self._store = store
         self._catalog = catalog
         self.references = catalog.references
-        deltas = store.cold_bases()
+        self.deltas = store.cold_bases()
+        """The bases of the cold blobs that are deltas."""
         kept = {Digest(blob) for model in store.remote_cache.all() for blob in model.blobs}
-        number = self.references.numbers({*deltas, *deltas.values(), *kept})
-        self._bases = {number[delta]: number[base] for delta, base in deltas.items()}
+        number = self.references.numbers({*self.deltas, *self.deltas.values(), *kept})
+        self._bases = {number[delta]: number[base] for delta, base in self.deltas.items()}
         self.cached = set(self._with_bases([number[digest] for digest in kept]))
         """Blobs that the cache of remote models keeps, whatever names there are."""
 

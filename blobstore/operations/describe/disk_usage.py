@@ -192,35 +192,41 @@ class StoreDisk:
     catalog: Catalog
     holdings: Holdings
     blobs: DiskBlobs
+    entries: Mapping[Reference, CatalogEntry]
+    """The names that are described, sorted."""
     lost: Sequence[BlobstoreError] = ()
     """The errors of names whose manifests are lost."""
-
-    @cached_property
-    def entries(self) -> Mapping[Reference, CatalogEntry]:
-        """The names of the store, sorted."""
-        return {entry.reference: entry for entry in self.catalog}
 
     @cached_property
     def needs(self) -> Mapping[Reference, Mapping[Digest, int]]:
         """The blobs of each manifest with their sizes in it; none if it cannot be read."""
         return {name: entry.blobs for name, entry in self.entries.items()}
 
-    def owners(self) -> dict[Digest, list[int]]:
-        """Return the positions in :attr:`entries` of the names whose manifests list each blob."""
-        return self._places(_blobs)
+    @cached_property
+    def sizes(self) -> Mapping[Digest, int]:
+        """Bytes on disk of the blobs that :attr:`entries` keep, without those that are not there."""
+        found = ((number, self.blobs.all_sizes[number]) for number in self.holders)
+        return {self.blobs.references.digest(number): size for number, size in found if size >= 0}
 
-    def holders(self) -> dict[Digest, list[int]]:
-        """Return the positions of the names that keep each blob, those that need it as a base included."""
+    @cached_property
+    def owners(self) -> Mapping[Digest, list[int]]:
+        """The positions in :attr:`entries` of the names whose manifests list each blob."""
+        found = self._places(_blobs)
+        return {self.blobs.references.digest(number): places for number, places in found.items()}
+
+    @cached_property
+    def holders(self) -> Mapping[int, list[int]]:
+        """The positions of the names that keep each blob, those that need it as a base included."""
         return self._places(self.holdings.by)
 
     def _places(
         self, blobs_of: Callable[[KnownManifest | None], Iterable[int]]
-    ) -> dict[Digest, list[int]]:
+    ) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for place, entry in enumerate(self.entries.values()):
             for number in blobs_of(entry.known):
                 found.setdefault(number, []).append(place)
-        return {self.holdings.references.digest(number): places for number, places in found.items()}
+        return found
 
 
 def read_disk(store: LocalStore) -> StoreDisk:
@@ -239,6 +245,7 @@ def read_disk(store: LocalStore) -> StoreDisk:
         catalog=catalog,
         holdings=holdings,
         blobs=_measure_blobs(store, references, expected, _list_files(store, references)),
+        entries={entry.reference: entry for entry in catalog},
         lost=_lost_names(store),
     )
 
@@ -345,17 +352,6 @@ class DiskBlobs:
     """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
-
-    @cached_property
-    def sizes(self) -> Mapping[Digest, int]:
-        """The same as ``all_sizes`` by digest."""
-        found = enumerate(self.all_sizes)
-        return {self.references.digest(number): size for number, size in found if size >= 0}
-
-    @cached_property
-    def cold(self) -> Mapping[Digest, int]:
-        """The same as ``cold_sizes`` by digest."""
-        return {self.references.digest(number): size for number, size in self.cold_sizes.items()}
 
     def space(self, numbers: Iterable[int]) -> Space:
         """Return the space of those blobs that exist."""

@@ -157,7 +157,7 @@ def test_a_model_of_deltas_is_similar_to_the_model_of_its_bases(store: LocalStor
     found = found_in(store)["ft:latest"]
 
     assert (found.name, found.relation) == ("base:latest", "similar to")
-    assert found.delta == sum(disk.blobs.cold.values()) > 0
+    assert found.delta == sum(disk.blobs.cold_sizes.values()) > 0
     assert found.shared > 0  # the config
     assert found.own == 0
 
@@ -169,7 +169,7 @@ def test_bytes_of_an_edge_add_up_to_the_model(store: LocalStore, tmp_path: Path)
 
     disk = read_disk(store)
     for name, parent in find_parents(disk).items():
-        size = sum(disk.blobs.sizes[digest] for digest in disk.entries[name].blobs)
+        size = sum(disk.sizes[digest] for digest in disk.entries[name].blobs)
         assert parent.shared + parent.delta + parent.own == size
 
 

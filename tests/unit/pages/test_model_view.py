@@ -17,7 +17,7 @@ from tests.support.models import add_blobs, moe_tensors, write_folder
 
 def views(store: LocalStore, references: list[Reference]) -> dict[str, Any]:
     disk = read_disk(store)
-    return model_views(disk, references, {}, {}, disk.owners())
+    return model_views(disk, references, {}, {})
 
 
 MOE = Reference.parse("moe")
@@ -85,6 +85,4 @@ def test_a_damaged_manifest_is_an_error_of_its_model(store: LocalStore) -> None:
     disk = read_disk(store)
     store.manifest_path("one").write_text("{")
 
-    assert (
-        "error" in model_views(disk, [Reference.parse("one")], {}, {}, disk.owners())["one:latest"]
-    )
+    assert "error" in model_views(disk, [Reference.parse("one")], {}, {})["one:latest"]

@@ -3,14 +3,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
-
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.pages import sharing_view as module
 from blobstore.pages.sharing_view import sharing_view
 from blobstore.store.local import LocalStore
-from tests.support.disk import shared_by
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs
 
@@ -33,7 +29,7 @@ def test_a_cell_is_the_bytes_that_two_models_share(store: LocalStore) -> None:
     put(store, "two", {"a": 1, "c": 3})
     put(store, "three", {"d": 4})
 
-    found = matrix(sharing_view(*shared_by(store)))
+    found = matrix(sharing_view(read_disk(store)))
 
     blobs = {
         name: {b.digest: b.size for b in store.resolve(name).blobs}
@@ -48,7 +44,7 @@ def test_relatives_stand_together_and_a_config_makes_no_family(store: LocalStore
     for name, seed in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
         put(store, name, {"w": seed, f"own-{name}": ord(name)})
 
-    view = sharing_view(*shared_by(store))
+    view = sharing_view(read_disk(store))
 
     assert {tuple(sorted(family["models"])) for family in view["families"]} == {
         ("a:latest", "c:latest"),
@@ -72,7 +68,7 @@ def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> 
     freeze_models(["ft"], base="base", store=store)
 
     disk = read_disk(store)
-    (family,) = sharing_view(disk, disk.holders())["families"]
+    (family,) = sharing_view(disk)["families"]
 
     assert family["columns"] == [0, 1, 2]
     row = family["cells"][family["models"].index("ft:latest")]
@@ -88,30 +84,16 @@ def test_a_base_is_shared_with_what_is_a_delta_against_it(store: LocalStore) -> 
     add_blobs(store, "ft", {"w": layer("w", tuned(7, 1))})
     freeze_models(["ft"], base="base", store=store)
 
-    view = sharing_view(*shared_by(store))
+    view = sharing_view(read_disk(store))
 
     size = store.resolve("base").layers[0].size
     assert matrix(view)["base:latest", "ft:latest"] >= size
     assert sorted(view["families"][0]["models"]) == ["base:latest", "ft:latest"]
 
 
-def test_only_the_largest_models_are_in_the_matrix(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_MODELS", 2)
-    for size in (1, 1000, 2000):
-        add_blobs(store, f"m{size}", {"x": b"%d" % size * size})
-
-    view = sharing_view(*shared_by(store))
-
-    assert sorted(view["models"]) == ["m1000:latest", "m2000:latest"]
-    assert view["left_out"] == 1
-
-
 def test_an_empty_store_shares_nothing(store: LocalStore) -> None:
-    assert sharing_view(*shared_by(store)) == {
+    assert sharing_view(read_disk(store)) == {
         "models": [],
-        "left_out": 0,
         "shared": [],
         "families": [],
     }

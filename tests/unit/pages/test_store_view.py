@@ -12,7 +12,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.pages.store_view import store_view
 from blobstore.store.local import LocalStore
-from tests.support.disk import held
+from tests.support.disk import measured
 from tests.support.frozen import put
 from tests.support.models import add_blobs
 
@@ -38,7 +38,7 @@ def sums(cells: list[Any]) -> Counter[str]:
 
 def test_every_byte_of_the_store_is_in_one_cell(filled: LocalStore) -> None:
     usage = measure_usage(store=filled)
-    found = sums(store_view(*held(filled))["freed"]["cells"])
+    found = sums(store_view(*measured(filled))["freed"]["cells"])
 
     unique = sum(model.unique for model in usage.models)
     assert found.total() == usage.size
@@ -49,7 +49,7 @@ def test_every_byte_of_the_store_is_in_one_cell(filled: LocalStore) -> None:
 
 
 def test_total_sizes_are_those_of_each_model(filled: LocalStore) -> None:
-    view = store_view(*held(filled))
+    view = store_view(*measured(filled))
 
     sizes: Counter[int] = Counter()
     for _, model, size, *_ in view["size"]["cells"]:
@@ -59,7 +59,7 @@ def test_total_sizes_are_those_of_each_model(filled: LocalStore) -> None:
 
 
 def test_shared_blobs_name_the_models_that_share_them(filled: LocalStore) -> None:
-    view = store_view(*held(filled))
+    view = store_view(*measured(filled))
 
     names = [model["name"] for model in view["models"]]
     members = {
@@ -74,7 +74,7 @@ def test_shared_blobs_name_the_models_that_share_them(filled: LocalStore) -> Non
 def test_areas_of_both_shapes_are_in_proportion_to_bytes(
     filled: LocalStore, shape: str, width: int
 ) -> None:
-    picture = store_view(*held(filled))["freed"]
+    picture = store_view(*measured(filled))["freed"]
 
     numbers = picture[shape]
     total = sum(cell[2] for cell in picture["cells"])
@@ -85,7 +85,7 @@ def test_areas_of_both_shapes_are_in_proportion_to_bytes(
 
 
 def test_an_empty_store_has_no_cells(tmp_path: Path) -> None:
-    view = store_view(*held(LocalStore(tmp_path / "nothing")))
+    view = store_view(*measured(LocalStore(tmp_path / "nothing")))
 
     assert view["models"] == view["freed"]["cells"] == view["size"]["cells"] == []
     assert view["totals"]["bytes_in_all"] == 0
@@ -94,7 +94,7 @@ def test_an_empty_store_has_no_cells(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_listed_with_its_error(filled: LocalStore) -> None:
     filled.manifest_path("one").write_text("{")
 
-    view = store_view(*held(filled))
+    view = store_view(*measured(filled))
 
     (broken,) = [model for model in view["models"] if model["error"]]
     assert broken["name"] == "one:latest"
@@ -108,12 +108,12 @@ def test_smaller_sets_of_models_have_one_cell_together(
     for left in range(3):
         add_blobs(store, f"m{left}", {"x": b"x" * 100, f"y{left % 2}": b"y" * (left % 2 + 1)})
 
-    view = store_view(*held(store))
+    view = store_view(*measured(store))
 
     labels = [cell[4] for cell in view["freed"]["cells"] if cell[0] == "shared"]
     assert labels == ["shared by 3 models", "shared by 1 smaller sets of models"]
 
 
 def test_times_are_in_seconds(filled: LocalStore) -> None:
-    for model in store_view(*held(filled))["models"]:
+    for model in store_view(*measured(filled))["models"]:
         assert time.time() - 600 < model["modified"] <= time.time() + 1

@@ -479,6 +479,25 @@ def test_a_page_of_a_thousand_models_draws_only_what_is_in_sight(
     assert browser.run("+document.querySelector('canvas').dataset.drawn") > 100
 
 
+def test_each_picture_says_that_smaller_models_are_not_described(
+    browser: Browser, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.pages.largest_models.MAX_MODELS", 1)
+    page = write_page(tmp_path / "page.html", store=two_models(store))
+
+    for view in VIEWS:
+        browser.open("about:blank")
+        browser.open(f"{page.path.as_uri()}#{view}")
+        hints = browser.run(
+            "[...document.querySelectorAll('.hint')].map(hint => hint.textContent).join()"
+        )
+        assert "The page describes the largest models, and not 1 smaller one." in hints
+        assert browser.complaints == []
+    browser.run("[...document.querySelectorAll('details')].at(-1).open = true")
+    browser.settle()
+    assert browser.run("document.querySelector('tbody:last-of-type th').textContent")
+
+
 def test_a_model_of_20000_tensors_scrolls_through_what_is_in_sight(
     browser: Browser, store: LocalStore, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from blobstore.pages.store_view import store_view
 from blobstore.store.catalog import read_catalog
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore
-from tests.support.disk import held
+from tests.support.disk import measured
 from tests.support.frozen import layer, layers, put, tuned
 from tests.support.models import add_blobs
 
@@ -65,7 +65,7 @@ def test_du_and_rm_say_what_rm_and_gc_then_free(
 
 
 def test_areas_of_the_page_are_what_rm_and_gc_free(filled: LocalStore, tmp_path: Path) -> None:
-    view = store_view(*held(filled))
+    view = store_view(*measured(filled))
 
     for place, model in enumerate(view["models"]):
         own = sum(cell[2] for cell in view["freed"]["cells"] if cell[1] == place)
@@ -102,7 +102,7 @@ def test_blobs_of_cached_remote_models_are_freed_by_no_removal(
 
     assert set(holdings.freed([Reference.parse("alone")])) == set()
     told = remove_models(["alone"], store=store, dry_run=True)
-    view = store_view(*held(store))
+    view = store_view(*measured(store))
     (place,) = (at for at, one in enumerate(view["models"]) if one["name"] == "alone:latest")
     labels = [cell[4] for cell in view["freed"]["cells"] if list(cell[5]) == [place]]
     assert labels == ["shared with the cache of remote models"]
