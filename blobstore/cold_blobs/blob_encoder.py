@@ -13,8 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from blobstore.cold_blobs.quantized import Blocks, find_rules
-from blobstore.cold_blobs.scaled_weights import find_scaled_rules
+from blobstore.cold_blobs.quantized import divided, find_rules
 from blobstore.cold_blobs.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
 
@@ -332,14 +331,10 @@ class _BaseAligner:
         )
         tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
         blobs = self._read_into, self._base, self._base_header
-        scaled = find_scaled_rules(self._header, *blobs) if self._has_rules else {}
+        rules = find_rules(self._header, *blobs) if self._has_rules else {}
         for span, (name, entry) in zip(spans, tensors, strict=True):
-            blocks = Blocks.of(entry, self._header) if self._has_rules else None
-            rules = find_rules(blocks, *blobs) if blocks else scaled.get(name)
-            if rules:
-                parts = [span] if len(rules) == 1 else split_rows(span)
-                for part, found in zip(parts, rules, strict=True):
-                    yield part if found is None else found.applied_to(part)
+            if name in rules:
+                yield from divided(span, rules[name])
                 continue
             other, named = single or theirs.get(name), None
             if other is not None and other.spec[1:] == entry.spec[1:]:

@@ -9,13 +9,13 @@ and the same last row.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import defaultdict
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.cold_blobs.quantized import Blocks, Found, sources_of, unit_vector
-from blobstore.cold_blobs.scaled_weights import ScaledWeight, scaled_weights
+from blobstore.cold_blobs.quantized import weights_in
+from blobstore.cold_blobs.weight_search import WeightSearch, differing_of, sources_in
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import Header
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from blobstore.cold_blobs.blob_encoder import SizeEstimator
+    from blobstore.cold_blobs.weight_search import Source, Weight
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 
     Layers = Mapping[str, Descriptor]
@@ -38,8 +38,22 @@ _MAX_HEADER: Final = 1 << 16
 """Bytes of the header of a blob with one tensor, at most."""
 _EXPERTS: Final = "experts"
 """Blobs with this in their name may have several tensors of one size."""
-_WIDTHS: Final = (2, 4)
-"""Bytes of a weight."""
+_DIVIDED: Final = (
+    "_exps",
+    _EXPERTS,
+    "qkv",
+    "W_pack",
+    "gate_up",
+    "embd",
+    "embed",
+    "lm_head",
+    "output.weight",
+)
+"""Parts of the names of weights that other files have in parts, fused with others, or with more rows."""
+_WIDTHS: Final = (34 / 32, 2, 4)
+"""Bytes of a weight: in blocks of Q8_0, and as floats."""
+_MOST_PARTS: Final = 16
+"""The most by which the sizes of such weights differ, unless they are experts."""
 _MAX_COMPARED: Final = 8
 """Tensors that are similar to a blob and compared with it."""
 _MIN_COSINE: Final = 0.3
@@ -50,9 +64,7 @@ class _Child(NamedTuple):
     """A blob whose only or first weight is quantized."""
 
     blob: Descriptor
-    blocks: Blocks | ScaledWeight
-    sample: Array
-    """A unit vector of weights."""
+    weight: Weight
 
 
 class _Candidate(NamedTuple):
@@ -122,72 +134,119 @@ class ParentFinder:
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
     def may_have(self, blob: Descriptor) -> bool:
-        """Return whether a blob may have a tensor of as many weights as a child, by its name and size."""
-        counts = {child.blocks.elements for child in self._children}
-        if not counts or blob.digest in self._deltas or blob.size < min(_WIDTHS) * min(counts):
+        """Return whether a blob may have the weights of a child, by its name and size."""
+        if blob.digest in self._deltas:
             return False
-        if _EXPERTS in blob.name:
-            return True
-        sizes = (count * width for count in counts for width in _WIDTHS)
-        return any(size < blob.size <= size + _MAX_HEADER for size in sizes)
+        for count, is_divided in self._counts.items():
+            size = count * min(_WIDTHS)
+            if _EXPERTS in blob.name and size <= blob.size:
+                return True
+            may_differ = is_divided or _is_divided(blob.name)
+            if may_differ and size <= 2 * blob.size <= 2 * _MOST_PARTS * size:
+                return True
+            if any(count * width < blob.size <= count * width + _MAX_HEADER for width in _WIDTHS):
+                return True
+        return False
+
+    @cached_property
+    def _counts(self) -> dict[int, bool]:
+        """The numbers of weights of children, and whether one of them may be in parts elsewhere."""
+        counts: dict[int, bool] = defaultdict(bool)
+        for child in self._children:
+            counts[child.weight.elements] |= _is_divided(child.blob.name)
+        return dict(counts)
 
     @cached_property
     def _children(self) -> list[_Child]:
-        """The blobs to be frozen with blocks or codes that may follow from weights.
+        """The blobs to be frozen with a weight that may follow from others.
 
         A stack is followed by its first matrix.
         """
-        return list(self._find_children())
-
-    def _find_children(self) -> Iterator[_Child]:
         bases = set(self._deltas.values())
         wanted = [
             blob
             for digest, blob in self._frozen.items()
             if digest not in self._deltas and digest not in bases and self._store.has_hot(digest)
         ]
-        for blob, header in self._with_headers(wanted):
-            blocks: Blocks | ScaledWeight | None
-            if len(header.tensors) == 1:
-                blocks = Blocks.of(next(iter(header.tensors.values())), header)
-            else:
-                blocks = next(scaled_weights(header), None)
-            if blocks is not None:
-                with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
-                    read = self._store.base(*blob.id).read_into
-                    for each in (blocks, *blocks.matrices()[:1]):
-                        yield _Child(blob, each, each.unit_vector(read))
+        return [
+            _Child(blob, each)
+            for blob, header in self._with_headers(wanted)
+            for weight in islice(weights_in(header), 1)
+            for each in (weight, *weight.matrices()[:1])
+        ]
 
     def _find(
         self, children: list[_Child], models: Iterable[Layers], others: Mapping[Digest, BlobId]
     ) -> Iterator[tuple[_Child, BlobId]]:
         """Yield children with their parents."""
-        import numpy as np
-
-        sampled: dict[int, set[int]] = defaultdict(set)
-        for child in children:
-            sampled[child.blocks.elements].add(child.blocks.sampled)
-        samples: dict[tuple[int, int], _Samples] = defaultdict(lambda: _Samples([], []))
-        for candidate in self._candidates(models):
-            for entry in sources_of(candidate.header.tensors.values(), set(sampled)):
-                count = math.prod(entry.spec.shape)
-                for length in sampled[count]:
-                    with contextlib.suppress(BlobstoreError):
-                        vector = self._unit_vector(candidate, entry, length)
-                        samples[count, length].vectors.append(vector)
-                        samples[count, length].candidates.append(candidate)
+        samples = self._samples(models)
+        weights = {one.blob.digest for sample in samples.values() for one in sample.candidates}
         found: set[Digest] = set()
-        for child in children:
-            candidates, vectors = samples[child.blocks.elements, child.blocks.sampled]
-            if not vectors or child.blob.digest in found:
+        # Blocks that may be parents come first: with a parent, they are none.
+        for child in sorted(children, key=lambda child: child.blob.digest not in weights):
+            if child.blob.digest in found:
                 continue
-            cosines = np.stack(vectors) @ child.sample
-            nearest = np.argsort(-cosines, kind="stable")[:_MAX_COMPARED].tolist()
-            similar = [candidates[at] for at in nearest if cosines[at] >= _MIN_COSINE]
-            parent = self._best_parent(child, similar, others)
+            parent = None
+            with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
+                similar = [
+                    item for item in self._similar(child, samples) if item.blob.digest not in found
+                ]
+                parent = self._best_parent(child, similar, others)
             if parent is not None:
                 found.add(child.blob.digest)
                 yield child, parent
+
+    def _samples(self, models: Iterable[Layers]) -> Mapping[tuple[int, int], _Samples]:
+        """Return samples of the weights of candidates, by their number and the length of a sample."""
+        lengths: dict[int, set[int]] = defaultdict(set)
+        for child in self._children:
+            lengths[child.weight.elements].add(child.weight.sampled)
+        samples: dict[tuple[int, int], _Samples] = defaultdict(lambda: _Samples([], []))
+        for candidate in self._candidates(models):
+            base = self._store.base(*candidate.blob.id)
+            for source in sources_in(candidate.header):
+                places = {
+                    (place, length)
+                    for count in lengths
+                    for place in self._places(source, count, candidate.blob.name)
+                    for length in lengths[count]
+                    if length % source.grain == 0
+                }
+                for place, length in sorted(places):
+                    with contextlib.suppress(BlobstoreError):
+                        vector = place.unit_vector(base, length)
+                        samples[place.elements, length].vectors.append(vector)
+                        samples[place.elements, length].candidates.append(candidate)
+        return samples
+
+    def _places(self, source: Source, count: int, name: str) -> list[Source]:
+        """Return what of a tensor may be so many weights, or their first rows."""
+        if source.elements == count:
+            return [source]
+        if not (self._counts[count] or _is_divided(name)):
+            return []
+        if source.elements < count:
+            return [source] if count <= 2 * source.elements else []
+        return source.parts(count)[:_MOST_PARTS]
+
+    def _similar(
+        self, child: _Child, samples: Mapping[tuple[int, int], _Samples]
+    ) -> list[_Candidate]:
+        """Return the candidates with weights in the direction of a child's, or of its first rows."""
+        import numpy as np
+
+        read = self._store.base(*child.blob.id).read_into
+        weight, similar = child.weight, []
+        for (count, length), (candidates, vectors) in samples.items():
+            rows, rest = divmod(count, weight.columns)
+            is_part = rows < weight.rows and weight.is_divisible and self._counts[weight.elements]
+            if length != weight.sampled or rest or not (count == weight.elements or is_part):
+                continue
+            part = weight.part(0, rows) if is_part else weight
+            cosines = np.stack(vectors) @ part.unit_vector(read)
+            nearest = np.argsort(-cosines, kind="stable")[:_MAX_COMPARED].tolist()
+            similar += [candidates[at] for at in nearest if cosines[at] >= _MIN_COSINE]
+        return similar
 
     def _best_parent(
         self, child: _Child, similar: list[_Candidate], others: Mapping[Digest, BlobId]
@@ -198,18 +257,17 @@ class ParentFinder:
             digest = item.blob.digest
             return digest in others, item.blob.name != child.blob.name, digest.hex
 
-        best: tuple[Found, BlobId] | None = None
+        best, parent = 1.0, None
         read = self._store.base(*child.blob.id).read_into
         for item in sorted(similar, key=rank):
-            found = None
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
-                base = self._store.base(*item.blob.id)
-                found = child.blocks.find(read, base, item.header)
-            if found is not None and (best is None or found.differing < best[0].differing):
-                best = found, item.blob.id
-                if not found.differing:
-                    break
-        return None if best is None else best[1]
+                search = WeightSearch(read, self._store.base(*item.blob.id), item.header)
+                differing = differing_of(search.matches(child.weight))
+                if differing < best:
+                    best, parent = differing, item.blob.id
+            if not best:
+                break
+        return parent
 
     def _candidates(self, models: Iterable[Layers]) -> Iterator[_Candidate]:
         """Yield the blobs that may have the weights of children."""
@@ -226,20 +284,12 @@ class ParentFinder:
             if isinstance(header, Header):
                 yield blob, header
 
-    def _unit_vector(self, candidate: _Candidate, entry: TensorEntry, length: int) -> Array:
-        """Return so many of the first and of the last weights of a tensor as a unit vector."""
-        from blobstore.compression.quant_rule import weights_of  # imports numpy
-
-        base = self._store.base(*candidate.blob.id)
-        width = entry.spec.dtype.bits // 8
-        size = length * width
-        begin = candidate.header.data_start + entry.begin
-        end = candidate.header.data_start + entry.end
-        ends = [base.read(at, size).tobytes() for at in (begin, end - size)]
-        return unit_vector(weights_of(b"".join(ends), entry.spec.dtype))
-
     def _size(self, blob: BlobId, base: BlobId | None = None) -> int:
         try:
             return self._estimator.estimate(blob, base)
         except BlobstoreError:  # reported when the blob is compressed
             return blob.size
+
+
+def _is_divided(name: str) -> bool:
+    return any(part in name for part in _DIVIDED)

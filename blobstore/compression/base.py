@@ -16,7 +16,6 @@ import numpy as np
 from blobstore.compression.delta import MAX_CHAIN
 from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import LowRankPredictor
-from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.scratch import scratch
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ColdDamaged
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.compression.delta.low_rank import Factors
-    from blobstore.compression.scaled_rules import Rule
+    from blobstore.compression.quant_rule import Rule
     from blobstore.compression.table import Part, Table
     from blobstore.core.tensor import DType
 
@@ -151,8 +150,6 @@ class Prediction:
 
         The result is aligned, and valid until this thread's next call.
         """
-        if isinstance(self._rule, QuantRule) and self._rule.keeps_scales:
-            return self._rule.weights(self._read, offset, size)
         if self._rule is not None:
             return self._rule.predict(self._read, offset, size)
         base = self._read(offset, size)

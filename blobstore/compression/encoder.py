@@ -16,7 +16,7 @@ from zlib_ng.zlib_ng import crc32
 from blobstore.compression.base import Prediction
 from blobstore.compression.chunks import encode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
-from blobstore.compression.quant_rule import MAX_CODED
+from blobstore.compression.quant_rule import MAX_CODED, Q8_0
 from blobstore.compression.scaled_rules import Float8Rule
 from blobstore.compression.scratch import scratch
 from blobstore.compression.spans import Span
@@ -33,6 +33,7 @@ from blobstore.compression.table import (
 from blobstore.compression.transforms import needs_base, width_of
 from blobstore.compression.tuning import choose_pipelines
 from blobstore.core.digest import Digester
+from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,10 +46,9 @@ if TYPE_CHECKING:
     from blobstore.compression.chunks import Pipeline
     from blobstore.compression.entropy import Plane
     from blobstore.compression.level import Level
-    from blobstore.compression.scaled_rules import Rule
+    from blobstore.compression.quant_rule import Rule
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
-    from blobstore.core.tensor import DType
     from blobstore.gguf.types import GgufType
 
     Array = np.ndarray[Any, Any]
@@ -263,10 +263,11 @@ def _quantized_chunk(size: int, rule: Rule) -> int:
     """Return a size for chunks that are quantized from whole chunks of the base, as this encoder makes them."""
     if not rule.is_possible(size):
         raise UsageError(f"a span of {size} bytes cannot be quantized by {rule}")
-    source = _part(Span(rule.source_size(size), rule.dtype)).chunk_size // rule.source_width
-    most = min(MAX_CODED, MAX_CHUNK // rule.kind.size * rule.kind.weights)
-    elements = max(most // source, 1) * source
-    return min(size, elements // rule.kind.weights * rule.kind.size)
+    blocks = Q8_0 if rule.dtype is DType.U8 else None
+    source = _part(Span(rule.source_size(size), rule.dtype, blocks=blocks)).chunk_size
+    step = source // rule.source_size(rule.kind.size)
+    most = min(MAX_CODED // rule.kind.weights, MAX_CHUNK // rule.kind.size)
+    return min(size, max(most // step, 1) * step * rule.kind.size)
 
 
 def _prediction(span: Span, part: Part, base: BaseBlob | None) -> Prediction | None:

@@ -9,58 +9,71 @@ bits on every machine.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from blobstore.compression.scratch import scratch
 from blobstore.core.tensor import DType
-from blobstore.errors import ColdDamaged
+from blobstore.gguf.dequantize import dequantize
 from blobstore.gguf.fill_codes import CODED, codes_of, fill_codes
 from blobstore.gguf.quantize import QUANTIZED, quantize
 from blobstore.gguf.types import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Final
+    from typing import Final, Self
 
     from blobstore.gguf.types import GgufType
 
     Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Read = Callable[[int, int], Bytes]
 
 MAX_HEAD: Final = 1 << 22
 """Elements of an attention head at most, because its rows are read together."""
 _HEADS: Final = 16
 """A chunk of permuted rows has one weight at least for so many of a head, which may be read as a whole for it."""
 MAX_CODED: Final = 1 << 20
-"""Weights of a chunk whose scales are kept at most, because they are read together."""
+"""Weights that are computed at once at most, and those of a chunk from version 2 on."""
 _VERSIONS: Final = {1: QUANTIZED, 2: CODED}
 """The types of each version of rules: the second one keeps scales."""
-_READ: Final = 1 << 22
-"""Bytes of a base that are read at once at most, unless its rows are permuted."""
-_RECORD: Final = struct.Struct("<BBBBII")
-RULE_SIZE: Final = _RECORD.size
-SOURCES: Final = {0: DType.F32, 1: DType.F16, 30: DType.BF16}
-"""The types of weights, by their numbers in GGUF files."""
-NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
-SOURCE_NUMBERS: Final = {dtype: number for number, dtype in SOURCES.items()}
+RECORD: Final = struct.Struct("<BBBBII")
+RULE_SIZE: Final = RECORD.size
+Q8_0: Final = TYPES[8]
+SOURCES: Final = {0: DType.F32, 1: DType.F16, 8: DType.U8, 30: DType.BF16}
+"""The types of weights, by their numbers in GGUF files. Bytes are blocks of Q8_0."""
+NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2", DType.U8: "u1"}
+_SOURCE_NUMBERS: Final = {dtype: number for number, dtype in SOURCES.items()}
 _NUMBERS: Final = {kind.name: number for number, kind in TYPES.items()}
 
 
+def size_of_weights(dtype: DType, count: int) -> int:
+    """Return how many bytes weights of a type take."""
+    if dtype is DType.U8:
+        return count // Q8_0.weights * Q8_0.size
+    return count * dtype.bits // 8
+
+
 def to_float32(weights: Array) -> Array:
-    """Return a copy of weights as float32; uint16 has the bits of bfloat16."""
+    """Return a copy of weights as float32; uint16 has the bits of bfloat16, and uint8 blocks of Q8_0."""
     if weights.dtype == np.uint16:
         return (weights.astype(np.uint32) << 16).view(np.float32)
+    if weights.dtype == np.uint8:
+        return dequantize(Q8_0.name, weights)
     return weights.astype(np.float32)
 
 
 def rounded(values: Array, dtype: DType) -> Array:
-    """Return float32 rounded to F32, F16 or BF16, the latter as uint16; overwrites ``values``."""
+    """Return float32 rounded to a type, as :func:`to_float32` takes it; overwrites ``values``."""
     if dtype is DType.BF16:
         bits = values.view(np.uint32)
         bits += (bits >> 16 & 1) + np.uint32(0x7FFF)
         return (bits >> 16).astype("<u2")
+    if dtype is DType.U8:
+        return quantize(Q8_0.name, values)
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(NUMPY_TYPES[dtype], copy=False)
 
@@ -70,24 +83,94 @@ def weights_of(data: bytes, dtype: DType) -> Array:
     return to_float32(np.frombuffer(data, NUMPY_TYPES[dtype]))
 
 
-class QuantRule(NamedTuple):
+class Rule(ABC):
+    """How bytes of a part are computed from elements of a base."""
+
+    dtype: DType
+    """The type of the base's elements: F32, F16, BF16, or U8 for blocks of Q8_0."""
+    cast: DType
+    """The type that values are rounded to before: F32 if they are not."""
+    keeps_scales = False
+    """Whether the part has the scales of its blocks, and only their codes are computed."""
+
+    @property
+    def number(self) -> int:
+        """What the record has for the type of blocks."""
+        return 0
+
+    @property
+    @abstractmethod
+    def kind(self) -> GgufType:
+        """The weights that bytes of the part are computed from together, and how many bytes these are."""
+
+    @property
+    @abstractmethod
+    def _fields(self) -> tuple[int, int, int]:
+        """The version, and the last two fields of the record."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
+        """Return the rule with the types and the other fields of a record; None if there is none."""
+
+    @abstractmethod
+    def predict(self, read: Read, offset: int, size: int) -> Array:
+        """Return what ``size`` bytes from ``offset`` on are compared with.
+
+        These are bytes, or the weights of blocks if scales are kept: contiguous float32 or float16, or uint16 with
+        the bits of bfloat16. The result is valid until this thread's next call.
+
+        Args:
+            read: returns bytes of the base's elements, from an offset on and as many as asked for, valid
+                until its next call.
+            offset: a multiple of the size of a block.
+            size: a multiple of the size of a block.
+        """
+
+    def pack(self) -> bytes:
+        """Return the rule as bytes of a table."""
+        types = _SOURCE_NUMBERS[self.dtype], _SOURCE_NUMBERS[self.cast]
+        version, columns, head = self._fields
+        return RECORD.pack(self.number, version, *types, columns, head)
+
+    def source_size(self, size: int) -> int:
+        """Return how many bytes of the base become ``size`` bytes of the part."""
+        return size_of_weights(self.dtype, size // self.kind.size * self.kind.weights)
+
+    def kept_size(self, size: int) -> int:  # noqa: ARG002 - rules that keep scales need it
+        """Return how many bytes of ``size`` bytes of the part are not predicted."""
+        return 0
+
+    def expect(self, read: Read, offset: int, known: Bytes) -> Bytes:
+        """Return what is predicted for bytes from ``offset`` on, of which scales that are kept are known.
+
+        Takes ``read`` as :meth:`predict`.
+        """
+        return self.predict(read, offset, len(known))
+
+    def is_possible(self, size: int, chunk_size: int = 0) -> bool:
+        """Return whether a part can have ``size`` bytes, and chunks of ``chunk_size``."""
+        if size % self.kind.size or chunk_size % self.kind.size:
+            return False
+        return chunk_size // self.kind.size * self.kind.weights <= MAX_CODED
+
+
+@dataclass(frozen=True)
+class QuantRule(Rule):
     """How blocks are computed from elements of a base."""
 
     type_name: str
     """The type of the blocks: one of :data:`~blobstore.gguf.fill_codes.CODED` if the rule keeps scales, else
     of :data:`~blobstore.gguf.quantize.QUANTIZED`."""
     dtype: DType
-    """The type of the base's elements: F32, F16 or BF16."""
     columns: int = 0
     """Elements of a row; 0 if rows are not permuted."""
     head: int = 0
     """Rows of an attention head. Row 2i + j of each head is row i + j * head / 2 of the base's, because
     llama.cpp interleaves what rotary embeddings turn together. 0 if rows are not permuted."""
     keeps_scales: bool = False
-    """Whether the part has the scales of its blocks, and only their codes are computed."""
     cast: DType = DType.F32
-    """The type that the weights had before they were quantized: F32, or F16 or BF16 if they were rounded to it.
-    Only rules that keep scales round."""
+    """The type that the weights had before they were quantized. Only rules that keep scales round."""
 
     @property
     def kind(self) -> GgufType:
@@ -100,13 +183,19 @@ class QuantRule(NamedTuple):
         return _NUMBERS[self.type_name]
 
     @property
-    def source_width(self) -> int:
-        """Bytes of an element of the base."""
-        return self.dtype.bits // 8
+    def _fields(self) -> tuple[int, int, int]:
+        return 2 if self.keeps_scales else 1, self.columns, self.head
 
-    def source_size(self, size: int) -> int:
-        """Return how many bytes of the base become ``size`` bytes of blocks."""
-        return size // self.kind.size * self.kind.weights * self.source_width
+    @classmethod
+    def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
+        """Return the rule with the types and the other fields of a record; None if there is none."""
+        number, version, columns, head = fields
+        kind, keeps_scales = TYPES.get(number), version > 1
+        if kind is None or kind.name not in _VERSIONS[version]:
+            return None
+        if cast is not DType.F32 and not keeps_scales:
+            return None
+        return cls(kind.name, dtype, columns, head, keeps_scales, cast)
 
     def kept_size(self, size: int) -> int:
         """Return how many bytes of ``size`` bytes of blocks are not predicted."""
@@ -120,96 +209,53 @@ class QuantRule(NamedTuple):
 
         So can be chunks of ``chunk_size`` bytes, whose weights are not too many, and not too few for a head.
         """
-        if size % self.kind.size or chunk_size % self.kind.size:
-            return False
         weights = chunk_size // self.kind.size * self.kind.weights
-        if self.keeps_scales and weights > MAX_CODED:
+        is_bounded = super().is_possible(size, chunk_size if self.keeps_scales else 0)
+        if not is_bounded or chunk_size % self.kind.size:
             return False
         if not self.head:
             return not self.columns
         head = self.head * self.columns
         if self.head % 2 or not 0 < head <= MAX_HEAD or (chunk_size and _HEADS * weights < head):
             return False
-        return self.source_size(size) % (head * self.source_width) == 0
+        # Files with blocks of Q8_0 have rows in the same order.
+        is_whole = size // self.kind.size * self.kind.weights % head == 0
+        return is_whole and self.dtype is not DType.U8
 
-    def pack(self) -> bytes:
-        """Return the rule as bytes of a table."""
-        version = 2 if self.keeps_scales else 1
-        source, cast = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.cast]
-        return _RECORD.pack(self.number, version, source, cast, self.columns, self.head)
+    def predict(self, read: Read, offset: int, size: int) -> Array:
+        """Return ``size`` bytes of blocks from ``offset`` on, or their weights if scales are kept."""
+        if self.keeps_scales:
+            return self._weights(read, offset, size)
+        out = scratch("quantized", size)
+        step = size if self.head else MAX_CODED // self.kind.weights * self.kind.size
+        for begin in range(0, size, step):
+            part = out[begin : begin + step]
+            quantize(self.type_name, self._weights(read, offset + begin, len(part)), part)
+        return out
 
-    @classmethod
-    def unpack(cls, record: bytes | memoryview) -> QuantRule:
-        """Return the rule that bytes of a table hold.
+    def expect(self, read: Read, offset: int, known: Bytes) -> Bytes:
+        """Return what is predicted for blocks from ``offset`` on, of which scales that are kept are known."""
+        found = self.predict(read, offset, len(known))
+        if not self.keeps_scales:
+            return found
+        expected = known.copy()
+        fill_codes(self.type_name, found, expected.reshape(-1, self.kind.size))
+        return expected
 
-        Raises:
-            ColdDamaged: there is no such rule.
-        """
-        number, version, source, cast, columns, head = _RECORD.unpack(record)
-        kind = TYPES.get(number)
-        if kind is None or kind.name not in _VERSIONS.get(version, ()):
-            raise ColdDamaged(
-                f"blocks of type {number} quantized by version {version} of its rule are unknown; a newer "
-                "program may know them"
-            )
-        keeps_scales = version > 1
-        if source not in SOURCES or cast not in (SOURCES if keeps_scales else (0,)):
-            raise ColdDamaged(f"blocks cannot be quantized from type {source}, {cast}")
-        return cls(kind.name, SOURCES[source], columns, head, keeps_scales, cast=SOURCES[cast])
-
-    def weights(self, read: Callable[[int, int], Bytes], offset: int, size: int) -> Array:
-        """Return the weights of ``size`` bytes of blocks from ``offset`` on, as :meth:`predict` takes them.
-
-        The result is float32 or float16, or uint16 with the bits of bfloat16, and valid until this thread's
-        next call.
-        """
+    def _weights(self, read: Read, offset: int, size: int) -> Array:
+        """Return the weights of ``size`` bytes of blocks from ``offset`` on."""
         begin, count = self.source_size(offset), self.source_size(size)
         if self.head:
             found: Array = self._permuted(read, begin, count)
         else:
             found = read(begin, count).view(NUMPY_TYPES[self.dtype])
-        if self.cast in (DType.F32, self.dtype):
-            return found
-        return rounded(to_float32(found), self.cast)
+        if self.cast not in (DType.F32, self.dtype):
+            found = rounded(to_float32(found), self.cast)
+        return to_float32(found) if found.dtype == np.uint8 else found
 
-    def expect(self, read: Callable[[int, int], Bytes], offset: int, blocks: Bytes) -> Bytes:
-        """Return what is predicted for ``blocks`` from ``offset`` on, of which scales that are kept are known.
-
-        Takes what :meth:`predict` takes.
-        """
-        if not self.keeps_scales:
-            return self.predict(read, offset, len(blocks))
-        expected = blocks.copy()
-        weights = self.weights(read, offset, len(blocks))
-        fill_codes(self.type_name, weights, expected.reshape(-1, self.kind.size))
-        return expected
-
-    def predict(self, read: Callable[[int, int], Bytes], offset: int, size: int) -> Bytes:
-        """Return ``size`` bytes of blocks from ``offset`` on.
-
-        The result is valid until this thread's next call.
-
-        Args:
-            read: returns bytes of the base's elements, from an offset on and as many as asked for, valid
-                until its next call.
-            offset: a multiple of the size of a block.
-            size: a multiple of the size of a block.
-        """
-        out = scratch("quantized", size)
-        if self.head:
-            return quantize(self.type_name, self.weights(read, offset, size), out)
-        row = self.kind.weights * self.source_width
-        step = _READ // row
-        for begin in range(0, size // self.kind.size, step):
-            end = min(begin + step, size // self.kind.size)
-            weights = read(self.source_size(offset) + begin * row, (end - begin) * row)
-            blocks = out[begin * self.kind.size : end * self.kind.size]
-            quantize(self.type_name, weights.view(NUMPY_TYPES[self.dtype]), blocks)
-        return out
-
-    def _permuted(self, read: Callable[[int, int], Bytes], begin: int, size: int) -> Bytes:
+    def _permuted(self, read: Read, begin: int, size: int) -> Bytes:
         """Return elements in the order of the blocks: those of whole heads are read at once."""
-        head = self.head * self.columns * self.source_width
+        head = size_of_weights(self.dtype, self.head * self.columns)
         first = begin // head * head
         last = -(-(begin + size) // head) * head
         dtype = np.dtype(NUMPY_TYPES[self.dtype])

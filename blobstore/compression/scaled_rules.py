@@ -8,8 +8,6 @@ thread takes subnormal numbers for 0.
 
 from __future__ import annotations
 
-import struct
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blobstore.compression.quant_rule import (
-    MAX_CODED,
     NUMPY_TYPES,
-    SOURCE_NUMBERS,
+    RECORD,
     SOURCES,
     QuantRule,
+    Rule,
     rounded,
     to_float32,
 )
@@ -31,12 +29,13 @@ from blobstore.errors import ColdDamaged
 from blobstore.gguf.types import GgufType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Final, Self
+
+    from blobstore.compression.quant_rule import Read
 
     Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    Read = Callable[[int, int], Bytes]
 
 MAX_SCALES: Final = 1 << 20
 """Scales of a part at most, because all are kept in memory."""
@@ -44,7 +43,6 @@ CODES, SCALES, BIASES = range(3)
 """The tensors of a weight of MLX."""
 AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS: Final = (32, 64, 128)
-_RECORD: Final = struct.Struct("<BBBBII")
 _AFFINE, _FLOAT8 = 3, 4
 """Their versions among rules."""
 _PIECE: Final = 1 << 16
@@ -61,40 +59,10 @@ _TINY: Final = 0x3000
 
 
 @dataclass(frozen=True)
-class _Rule(ABC):
-    """How bytes of a part are computed from elements of a base."""
-
-    dtype: DType
-    """The type of the base's elements: F32, F16 or BF16."""
-    keeps_scales = False
-    number = 0
-    """What the record has for the type of blocks."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> GgufType:
-        """The weights that bytes of the part are computed from together, and how many bytes these are."""
-
-    @property
-    def source_width(self) -> int:
-        """Bytes of an element of the base."""
-        return self.dtype.bits // 8
-
-    def source_size(self, size: int) -> int:
-        """Return how many bytes of the base become ``size`` bytes of the part."""
-        return size // self.kind.size * self.kind.weights * self.source_width
-
-    def is_possible(self, size: int, chunk_size: int = 0) -> bool:
-        """Return whether a part can have ``size`` bytes, and chunks of ``chunk_size``."""
-        if size % self.kind.size or chunk_size % self.kind.size:
-            return False
-        return chunk_size // self.kind.size * self.kind.weights <= MAX_CODED
-
-
-@dataclass(frozen=True)
-class AffineRule(_Rule):
+class AffineRule(Rule):
     """One of the tensors that a weight of MLX is: codes, scales or biases of groups."""
 
+    dtype: DType
     cast: DType
     """The type of scales and biases, which the weights are rounded to first."""
     tensor: int
@@ -108,23 +76,21 @@ class AffineRule(_Rule):
         size = self.group_size * self.bits if self.tensor == CODES else self.cast.bits
         return GgufType(f"int{self.bits}", self.group_size, size // 8)
 
-    def pack(self) -> bytes:
-        """Return the rule as bytes of a table."""
-        types = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.cast]
-        return _RECORD.pack(self.tensor, _AFFINE, *types, self.group_size, self.bits)
+    @property
+    def number(self) -> int:
+        """Which of the tensors it is."""
+        return self.tensor
+
+    @property
+    def _fields(self) -> tuple[int, int, int]:
+        return _AFFINE, self.group_size, self.bits
 
     @classmethod
-    def unpack(cls, record: bytes | memoryview) -> Self:
-        """Return the rule that bytes of a table hold.
-
-        Raises:
-            ColdDamaged: there is no such rule.
-        """
-        tensor, _, source, cast, group_size, bits = _RECORD.unpack(record)
-        is_known = tensor <= BIASES and source in SOURCES and cast in SOURCES
-        if not is_known or bits not in AFFINE_BITS or group_size not in AFFINE_GROUPS:
-            raise _unknown(record)
-        return cls(SOURCES[source], SOURCES[cast], tensor, bits, group_size)
+    def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
+        """Return the rule with the types and the other fields of a record; None if there is none."""
+        number, _, columns, head = fields
+        is_known = number <= BIASES and head in AFFINE_BITS and columns in AFFINE_GROUPS
+        return cls(dtype, cast, number, head, columns) if is_known else None
 
     def predict(self, read: Read, offset: int, size: int) -> Bytes:
         """Return ``size`` bytes from ``offset`` on, both multiples of those of a group.
@@ -155,14 +121,15 @@ class AffineRule(_Rule):
 
 
 @dataclass(frozen=True)
-class Float8Rule(_Rule):
+class Float8Rule(Rule):
     """Codes of E4M3: those nearest to weights divided by the scales of their blocks."""
 
+    dtype: DType
     columns: int
     """Weights of a row."""
     block: tuple[int, int]
     """Rows and columns that share a scale; 0 for all."""
-    quotient: DType = DType.F32
+    cast: DType = DType.F32
     """The type that quotients are rounded to before: F32, F16 or BF16."""
     scales: Array | None = field(default=None, compare=False, repr=False)
     """A row for each row of blocks, once they are read."""
@@ -197,23 +164,16 @@ class Float8Rule(_Rule):
         bits[is_tiny] = bits[is_tiny] & ~_MAGNITUDE | _INFINITY
         return replace(self, scales=scales)
 
-    def pack(self) -> bytes:
-        """Return the rule as bytes of a table."""
-        types = SOURCE_NUMBERS[self.dtype], SOURCE_NUMBERS[self.quotient]
+    @property
+    def _fields(self) -> tuple[int, int, int]:
         height, width = self.block
-        return _RECORD.pack(0, _FLOAT8, *types, self.columns, height | width << 16)
+        return _FLOAT8, self.columns, height | width << 16
 
     @classmethod
-    def unpack(cls, record: bytes | memoryview) -> Self:
-        """Return the rule that bytes of a table hold, without scales.
-
-        Raises:
-            ColdDamaged: there is no such rule.
-        """
-        kind, _, source, quotient, columns, block = _RECORD.unpack(record)
-        if kind or source not in SOURCES or quotient not in SOURCES:
-            raise _unknown(record)
-        return cls(SOURCES[source], columns, (block & 0xFFFF, block >> 16), SOURCES[quotient])
+    def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
+        """Return the rule with these fields, without scales; None if there is none."""
+        number, _, columns, head = fields
+        return None if number else cls(dtype, columns, (head & 0xFFFF, head >> 16), cast)
 
     def predict(self, read: Read, offset: int, size: int) -> Bytes:
         """Return ``size`` codes from ``offset`` on.
@@ -254,11 +214,11 @@ class Float8Rule(_Rule):
         """Return the codes of quotients, which are overwritten; NaN counts as the least one."""
         np.fmax(values, -_E4M3_MAX, out=values)
         np.fmin(values, _E4M3_MAX, out=values)
-        if self.quotient is DType.BF16:
-            upper = rounded(values, self.quotient)
+        if self.cast is DType.BF16:
+            upper = rounded(values, self.cast)
         else:
-            if self.quotient is DType.F16:
-                values = rounded(values, self.quotient).astype(np.float32)
+            if self.cast is DType.F16:
+                values = rounded(values, self.cast).astype(np.float32)
             bits = values.view(np.uint32)
             # The lowest bit of the upper half is set if any bit below is: those that decide are above it.
             upper = ((bits & np.uint32(0xFFFF)) + np.uint32(0xFFFF) | bits) >> np.uint32(16)
@@ -266,19 +226,33 @@ class Float8Rule(_Rule):
         return found
 
 
-Rule = QuantRule | AffineRule | Float8Rule
+_FAMILIES: Final[dict[int, type[Rule]]] = {
+    1: QuantRule,
+    2: QuantRule,
+    _AFFINE: AffineRule,
+    _FLOAT8: Float8Rule,
+}
+"""The rules of each version."""
 
 
-def rule_of(record: bytes) -> Rule:
-    """Return the rule that bytes of a table hold.
+def rule_of(record: bytes | memoryview) -> Rule:
+    """Return the rule that bytes of a table hold, without scales.
 
     Raises:
         ColdDamaged: there is no such rule.
     """
-    version = record[1]
-    if version == _AFFINE:
-        return AffineRule.unpack(record)
-    return Float8Rule.unpack(record) if version == _FLOAT8 else QuantRule.unpack(record)
+    number, version, source, cast, columns, head = RECORD.unpack(record)
+    family, dtype, rounded_to = _FAMILIES.get(version), SOURCES.get(source), SOURCES.get(cast)
+    found = None
+    # Only rules of blocks take weights in blocks.
+    has_types = family is QuantRule or DType.U8 not in {dtype, rounded_to}
+    if family is not None and dtype is not None and rounded_to is not None and has_types:
+        found = family.of((number, version, columns, head), dtype, rounded_to)
+    if found is None:
+        raise ColdDamaged(
+            f"a rule of version {version} is unknown: {bytes(record).hex()}; a newer program may know it"
+        )
+    return found
 
 
 @cache
@@ -291,10 +265,3 @@ def _e4m3_codes() -> Array:
     values = np.fmin((halves << 16).view(np.float32), _E4M3_MAX)
     codes = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.concatenate([codes, codes | np.uint8(0x80)])
-
-
-def _unknown(record: bytes | memoryview) -> ColdDamaged:
-    version = bytes(record)[1]
-    return ColdDamaged(
-        f"a rule of version {version} is unknown: {bytes(record).hex()}; a newer program may know it"
-    )

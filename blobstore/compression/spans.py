@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.compression.scaled_rules import Rule
+    from blobstore.compression.quant_rule import Rule
     from blobstore.core.tensor import TensorSpec
     from blobstore.gguf.types import GgufType
     from blobstore.safetensors.header import Header
@@ -86,7 +86,7 @@ def spans_in(header: Header | None, size: int) -> list[Span]:
             Span(
                 entry.end - entry.begin,
                 entry.spec.dtype,
-                blocks=_blocks_of(entry.spec, header.metadata),
+                blocks=blocks_of(entry.spec, header.metadata),
                 shape=entry.spec.shape,
             )
             for entry in header.tensors.values()
@@ -95,7 +95,7 @@ def spans_in(header: Header | None, size: int) -> list[Span]:
     ]
 
 
-def _blocks_of(spec: TensorSpec, metadata: Mapping[str, str]) -> GgufType | None:
+def blocks_of(spec: TensorSpec, metadata: Mapping[str, str]) -> GgufType | None:
     """Return the type of blocks that the metadata of a blob gives for a tensor; if it is wrong, nothing is saved."""
     name = metadata.get(f"{spec.name}.quant_type") or metadata.get("quant_type", "")
     return _BLOCKS.get(name) if spec.dtype is DType.U8 and spec.shape else None

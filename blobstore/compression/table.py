@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.file_view import FileBytes
-    from blobstore.compression.scaled_rules import Rule
+    from blobstore.compression.quant_rule import Rule
 
 MAX_CHUNK: Final = 1 << 20
 """Maximum size of a chunk in bytes."""

@@ -8,6 +8,7 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -486,7 +487,7 @@ def test_chunks_that_are_small_for_a_head_are_refused(keeps_scales: bool) -> Non
 def test_blocks_of_many_weights_take_memory_for_a_chunk(head: int, cast: DType | None) -> None:
     rule = QuantRule("TQ1_0", DType.F32, 4096 if head else 0, head)
     if cast is not None:
-        rule = rule._replace(type_name="Q2_K", keeps_scales=True, cast=cast)
+        rule = replace(rule, type_name="Q2_K", keeps_scales=True, cast=cast)
     weights_of_head = 4096 * max(head, 1)
     block = rule.kind.size
     size = -(-19_000 * 256 // weights_of_head) * weights_of_head // 256 * block

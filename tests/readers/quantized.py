@@ -37,7 +37,12 @@ def block_weights(rule: bytes, base: bytes, count: int) -> list[float]:
     """Return the weights of blocks in their order, of whole heads if rows are permuted."""
     _, _, source, cast, columns, head = struct.unpack("<BBBBII", rule)
     count += -count % (head * columns or 1)
-    weights = [_cast(cast, x) for x in _weights(source, base, count)]
+    weights = _weights(source, base, count)
+    if cast == 8 != source:
+        blocks = (_block(8, weights[at : at + 32]) for at in range(0, count, 32))
+        weights = _weights(8, b"".join(blocks), count)
+    elif cast != source:
+        weights = [_cast(cast, x) for x in weights]
     if head:
         rows = [weights[at : at + columns] for at in range(0, count, columns)]
         assert len(rows) % head == 0
@@ -62,10 +67,17 @@ def _cast(cast: int, x: float) -> float:
 
 
 def _weights(source: int, base: bytes, count: int) -> list[float]:
+    if source == 8:
+        blocks = (struct.unpack_from("<e32b", base, at) for at in range(0, count // 32 * 34, 34))
+        return [_product(d, q) for d, *codes in blocks for q in codes]
     if source == 30:
         halves = struct.unpack_from(f"<{count}H", base)
         return list(struct.unpack(f"<{count}f", b"".join(struct.pack("<HH", 0, x) for x in halves)))
     return list(struct.unpack_from(f"<{count}{'f' if source == 0 else 'e'}", base))
+
+
+def _product(d: float, q: int) -> float:
+    return math.nan if math.isinf(d) and not q else d * q
 
 
 def _f32(value: float) -> float:

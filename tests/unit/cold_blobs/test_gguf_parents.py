@@ -10,6 +10,8 @@ import pytest
 from blobstore.compression.quant_rule import QuantRule
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
+from blobstore.gguf.dequantize import dequantize
+from blobstore.gguf.quantize import quantize
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.freeze.freeze import Frozen, freeze_models
@@ -408,3 +410,129 @@ def test_an_archive_has_steps_in_a_chain_next_to_a_ladder(
     unpack_archive(path, store=target)
     for name, model in blobs.items():
         assert_whole(target, name, model)
+
+
+def q8_0(matrix: Array) -> Array:
+    """Return the weights that blocks of Q8_0 of others stand for, as float32."""
+    return dequantize("Q8_0", quantize("Q8_0", matrix))
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q6_K", "IQ4_XS"])
+def test_blocks_of_q8_0_are_a_parent(store: LocalStore, type_name: str) -> None:
+    matrix = source(1)
+    parent = put(store, "q8", {NAME: block_blob(NAME, "Q8_0", matrix)})[NAME]
+    blobs = {NAME: coded_blob(NAME, type_name, q8_0(matrix))}
+    child = put(store, "q", blobs)[NAME]
+    frozen = freeze_models(["q8", "q"], store=store)
+    assert bases_of(frozen) == {parent: None, child: parent}
+    assert frozen.blobs[-1].stored < kept(type_name) + LITTLE
+    assert_whole(store, "q", blobs)
+    put(store, "other", {NAME: block_blob(NAME, "Q8_0", source(2))})
+    assert bases_of(freeze_models(["other"], store=store)).popitem()[1] is None
+
+
+def test_quantizations_of_blocks_of_q8_0_follow_from_their_weights(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {NAME: coded_blob(NAME, "Q4_K", q8_0(matrix))}
+    models = {"q8": {NAME: block_blob(NAME, "Q8_0", matrix)}, "q": blobs}
+    children = [put(store, name, model)[NAME] for name, model in models.items()]
+    frozen = freeze_models(list(models), store=store)
+    assert bases_of(frozen) == dict.fromkeys(children, parent)
+    assert all(item.stored < kept("Q4_K") + LITTLE for item in frozen.blobs)
+    assert_whole(store, "q", blobs)
+
+
+def test_quantizations_of_the_same_weights_share_most_codes_with_q8_0(store: LocalStore) -> None:
+    """Without their parent: each stands for the same weights, about."""
+    matrix = source(1)
+    parent = put(store, "q8", {NAME: block_blob(NAME, "Q8_0", matrix)})[NAME]
+    blobs = {NAME: coded_blob(NAME, "Q4_K", matrix)}
+    child = put(store, "q", blobs)[NAME]
+    frozen = freeze_models(["q8", "q"], store=store)
+    assert bases_of(frozen) == {parent: None, child: parent}
+    assert frozen.blobs[-1].stored < len(blobs[NAME]) / 3
+    assert_whole(store, "q", blobs)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
+def test_experts_follow_from_matrices_that_are_fused(store: LocalStore, type_name: str) -> None:
+    """The parent has the gate and the other projection of each expert one after the other."""
+    fused = np.stack([source(number, rows=2 * ROWS) for number in range(5)])
+    name = "mlp.experts.gate_up_proj"
+    stack = blob((name, "BF16", fused.shape, fused.tobytes()))
+    parent = put(store, "weights", {name: stack})[name]
+    make = block_blob if type_name == "Q8_0" else coded_blob
+    for part, rows in (("gate", fused[:, :ROWS]), ("up", fused[:, ROWS:])):
+        ours = f"blk.0.ffn_{part}_exps.weight"
+        flat = make(ours, type_name, np.ascontiguousarray(rows).reshape(-1, COLUMNS))
+        blobs = {ours: with_shape(flat, len(fused))}
+        child = put(store, part, blobs)[ours]
+        frozen = freeze_models([part], store=store)
+        assert bases_of(frozen) == {child: parent}
+        assert frozen.stored < len(fused) * (kept(type_name) if make is coded_blob else 0) + LITTLE
+        assert_whole(store, part, blobs)
+
+
+def test_fused_experts_follow_from_single_matrices(store: LocalStore) -> None:
+    matrices = {
+        f"mlp.experts.{at}.{name}.weight": source(2 * at + number)
+        for at in range(3)
+        for number, name in enumerate(("gate_proj", "up_proj"))
+    }
+    items = [(name, "BF16", item.shape, item.tobytes()) for name, item in matrices.items()]
+    parent = put(store, "weights", {"mlp.experts": blob(*sorted(items))})["mlp.experts"]
+    name = "mlp.experts.gate_up_proj"
+    blobs = {name: with_shape(coded_blob(name, "Q4_K", np.concatenate([*matrices.values()])), 3)}
+    child = put(store, "q", blobs)[name]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < len(matrices) * kept("Q4_K") + LITTLE
+    assert_whole(store, "q", blobs)
+
+
+def test_queries_keys_and_values_follow_from_weights_that_are_fused(store: LocalStore) -> None:
+    queries, keys, values = source(1), source(2, rows=ROWS // 3), source(3, rows=ROWS // 3)
+    name = "self_attn.qkv_proj.weight"
+    fused = weight_blob(name, np.concatenate([queries, keys, values]))
+    parent = put(store, "weights", {name: fused})[name]
+    blobs = {
+        "attn_q": coded_blob("attn_q", "Q4_K", interleaved(queries)),
+        "attn_k": coded_blob("attn_k", "Q4_K", interleaved(keys)),
+        "attn_v": coded_blob("attn_v", "Q6_K", values),
+    }
+    put(store, "q", blobs)
+    frozen = freeze_models(["q"], store=store)
+    assert {item.base for item in frozen.blobs} == {parent}
+    assert frozen.stored < kept("Q4_K") * 4 // 3 + kept("Q6_K") // 3 + LITTLE
+    assert_whole(store, "q", blobs)
+
+
+def test_half_of_what_is_fused_follows_from_one_of_two_blobs(store: LocalStore) -> None:
+    gate, up = source(1), source(2)
+    parents = put(
+        store, "weights", {"gate": weight_blob("gate", gate), "up": weight_blob("up", up)}
+    )
+    name = "mlp.gate_up_proj.weight"
+    blobs = {name: coded_blob(name, "Q4_K", np.concatenate([gate, up]))}
+    child = put(store, "q", blobs)[name]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parents["gate"]}
+    assert frozen.stored < 0.6 * len(blobs[name])
+    assert_whole(store, "q", blobs)
+
+
+@pytest.mark.parametrize("rows", [ROWS - 7, ROWS + 7])
+def test_vocabularies_may_have_other_rows_at_their_end(store: LocalStore, rows: int) -> None:
+    name = "model.embed_tokens.weight"
+    parent = put(store, "weights", {name: weight_blob(name, source(1))})[name]
+    matrix = source(3, rows=rows)
+    common = min(rows, ROWS)
+    matrix = np.concatenate([source(1)[:common], matrix[common:]])
+    blobs = {"token_embd.weight": coded_blob("token_embd.weight", "Q6_K", matrix)}
+    child = put(store, "q", blobs)["token_embd.weight"]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    added = max(rows - ROWS, 0) * COLUMNS * 210 // 256
+    assert frozen.stored < kept("Q6_K") + added + LITTLE
+    assert_whole(store, "q", blobs)

@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.compression.base import BaseBlob, Prediction
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.quant_rule import MAX_CODED
+from blobstore.compression.quant_rule import MAX_CODED, Rule
 from blobstore.compression.scaled_rules import (
     AFFINE_BITS,
     AFFINE_GROUPS,
@@ -18,7 +18,6 @@ from blobstore.compression.scaled_rules import (
     SCALES,
     AffineRule,
     Float8Rule,
-    Rule,
     rule_of,
 )
 from blobstore.compression.spans import Span

@@ -81,15 +81,15 @@ def test_the_vectors_have_every_rule() -> None:
     rules = [rule for rule in every if isinstance(rule, QuantRule)]
     assert {rule.type_name for rule in rules if not rule.keeps_scales} == QUANTIZED
     assert {rule.type_name for rule in rules if rule.keeps_scales} == CODED
-    assert {rule.cast for rule in rules} == {DType.F32, DType.F16, DType.BF16}
-    assert {rule.dtype for rule in rules} == {DType.F32, DType.F16, DType.BF16}
+    assert {rule.cast for rule in rules} == {DType.F32, DType.F16, DType.BF16, DType.U8}
+    assert {rule.dtype for rule in rules} == {DType.F32, DType.F16, DType.BF16, DType.U8}
     assert {rule.head for rule in rules} == {0, 4}
     affine = {rule for rule in every if isinstance(rule, AffineRule)}
     assert {rule.tensor for rule in affine} == {CODES, SCALES, BIASES}
     assert {rule.bits for rule in affine} == set(AFFINE_BITS)
     assert {rule.group_size for rule in affine} == set(AFFINE_GROUPS)
     floats = {rule for rule in every if isinstance(rule, Float8Rule)}
-    assert {rule.quotient for rule in floats} == {DType.F32, DType.F16, DType.BF16}
+    assert {rule.cast for rule in floats} == {DType.F32, DType.F16, DType.BF16}
     assert {rule.block for rule in floats} == {(0, 0), (1, 0), (3, 20)}
 
 
