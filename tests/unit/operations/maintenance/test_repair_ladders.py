@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -17,12 +18,15 @@ from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, flip_in_place, forms_of, layers
 from tests.support.ladders import block_blob, coded_blob, source, weight_blob
 from tests.support.models import add_blobs
+from tests.support.scaled import float8_blob, mlx_blob
 
 NAME = "blk.0.ffn_up.weight"
 TYPES = ("Q8_0", "Q4_0", "MXFP4")
 MATRIX = source(1)
 LADDER = {name.lower(): block_blob(NAME, name, MATRIX) for name in TYPES}
 LADDER["q4_k"] = coded_blob(NAME, "Q4_K", MATRIX)  # of which scales are kept
+LADDER["mlx"] = mlx_blob(NAME, MATRIX, 4, 64, DType.BF16)
+LADDER["fp8"] = float8_blob(NAME, MATRIX, (32, 128))
 
 
 def put(store: LocalStore) -> None:
@@ -88,7 +92,10 @@ def test_a_ladder_is_repaired_without_the_model_of_its_weights(
     remove_models(["weights"], store=store)
     collect_garbage(store=store)
     flip_in_place(str(store.base_path(parent)))
-    assert len(verify_models(store=store).faults) == len(LADDER)
+    faults = verify_models(store=store).faults
+    assert {fault.reference.split("/")[-1] for fault in faults} == {
+        f"{name}:latest" for name in LADDER
+    }
     repaired = repair_models(source=origin, store=store)
     assert repaired.faults == ()
     assert_whole(store)
