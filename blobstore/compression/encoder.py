@@ -163,11 +163,12 @@ def parts_of(spans: Sequence[Span]) -> list[Part]:
 
 
 def size_by_rule(data: memoryview, span: Span, base: BaseBlob, level: Level) -> float:
-    """Return about the stored size of a span that a rule predicts, from its first chunk."""
+    """Return about the stored size of a span that a rule predicts, from the chunk in its middle."""
     (part,) = parts_of([span])
     prediction = _prediction(span, part, base)
-    chunk = _aligned(data[: part.chunk_size], part.width)
-    predicted = None if prediction is None else prediction.read(0, len(chunk))
+    begin = (part.chunks - 1) // 2 * part.chunk_size
+    chunk = _aligned(data[begin : begin + part.chunk_size], part.width)
+    predicted = None if prediction is None else prediction.read(begin, len(chunk))
     keeps_scales = span.rule is not None and span.rule.keeps_scales
     encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
     entry, _ = encoder.encode(chunk, predicted)
