@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.serve.pulled import Origin, PulledModels
     from blobstore.serve.tags import Tags
-    from blobstore.store.fetched import Commit
+    from blobstore.store.fetched import Brought, Commit
     from blobstore.store.local import LocalStore
 
 _DAMAGED_SECONDS: Final = 5.0
@@ -40,7 +40,7 @@ _DAMAGED_SECONDS: Final = 5.0
 
 def served_commit(origin: Origin | None, key: Digest) -> str:
     """Return the commit that a model is served as: that of the upstream only if this store has fetched it there."""
-    return commit_of(key) if origin is None or origin.is_brought else origin.commit
+    return commit_of(key) if origin is None or origin.brought else origin.commit
 
 
 class Version(NamedTuple):
@@ -62,7 +62,7 @@ class _Source(NamedTuple):
     """What a manifest was fetched from."""
 
     commit: Commit | None
-    is_brought: bool = False
+    brought: Brought | None = None
     until: float = math.inf
     """Until when that holds."""
 
@@ -72,11 +72,6 @@ class _Former(NamedTuple):
 
     key: Digest
     source: _Source
-    with_source: bool
-    """Whether it was looked for, which is of no use while nothing in the store was fetched."""
-
-    def is_known(self, with_source: bool) -> bool:
-        return time.monotonic() < self.source.until and self.with_source >= with_source
 
 
 class _State(NamedTuple):
@@ -127,7 +122,7 @@ class Commits:
         changed = []
         now = time.monotonic()
         self._pulled.records()  # looks at them, once for all names
-        for reference in references if self._pulled.is_cache else ():
+        for reference in references:
             version = self._store.manifest_version(reference)
             known = self._sources.get(reference)
             if version is None:
@@ -149,9 +144,11 @@ class Commits:
     def _source(self, reference: Reference, data: bytes | None = None) -> _Source:
         """Return what a name was fetched from, or what it was when it had the manifest ``data``."""
         try:
-            manifest = self._store.resolve(reference) if data is None else Manifest.from_bytes(data)
+            # No blob is read: that would take long for many names, and it is checked before it is served.
+            data = self._store.read_manifest(reference) if data is None else data
+            manifest = Manifest.from_bytes(data)
             commit = self._pulled.commit_of(manifest)
-            return _Source(commit, commit is not None and self._pulled.is_brought(manifest))
+            return _Source(commit, commit and self._pulled.brought(manifest))
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.
@@ -162,7 +159,7 @@ class Commits:
             return _Source(commit, until=time.monotonic() + _DAMAGED_SECONDS)
 
     def _origin(self, source: _Source) -> Origin | None:
-        return source.commit and self._pulled.get(source.commit, is_brought=source.is_brought)
+        return source.commit and self._pulled.get(source.commit, source.brought)
 
     # Versions
 
@@ -187,14 +184,14 @@ class Commits:
         for reference, key in state.keys.items():
             version = Version(reference, key, origins.get(reference))
             versions[version.commit].append(version)
-            if origins and reference in self._sources:
+            if reference in self._sources:
                 until = min(until, self._sources[reference][1].until)
         known = self._commits.get(repository)
         former: dict[Path, _Former] = {}
         for reference, path in self._store.names.former_files(self._tags.now(repository)):
             one = known.former.get(path) if known else None
-            if one is None or not one.is_known(self._pulled.is_cache):
-                one = self._former(reference, path, with_source=self._pulled.is_cache)
+            if one is None or time.monotonic() >= one.source.until:
+                one = self._former(reference, path)
             if one is not None:
                 former[path] = one
                 version = Version(reference, one.key, self._origin(one.source))
@@ -202,10 +199,9 @@ class Commits:
                 until = min(until, one.source.until)
         bounded(self._commits)[repository] = _Commits(state, until, dict(versions), former)
 
-    def _former(self, reference: Reference, path: Path, *, with_source: bool) -> _Former | None:
+    def _former(self, reference: Reference, path: Path) -> _Former | None:
         for one in read_former(path):
-            source = self._source(reference, one.data) if with_source else _Source(None)
-            return _Former(Digest.of(one.data), source, with_source=with_source)
+            return _Former(Digest.of(one.data), self._source(reference, one.data))
         return None
 
     def read(self, reference: Reference, key: Digest, commit: str) -> bytes | None:

@@ -235,8 +235,9 @@ class PullThrough:
         """
         pulled = self._library.pulled
         for artifact in self._library.prepared_artifacts(repository) if asked is None else ():
-            if artifact.origin is not None and digest in map(str, artifact.digests()):
-                asked = Asked.of(repository, artifact.origin.commit)
+            origin = artifact.origin
+            if origin and not origin.brought and digest in map(str, artifact.digests()):
+                asked = Asked.of(repository, origin.commit)
         if asked is not None and self._upstreams.has_upstream:
             commits = [one.commit for one in pulled.of_repository(asked.repository)]
             if (
@@ -358,7 +359,7 @@ class PullThrough:
         held = asked.held(everyone)
         if held is not None:
             origin = held.origin  # of another repository, if it is a copy
-            is_own = not origin or origin.is_brought or origin.repository != asked.repository
+            is_own = not origin or origin.brought or origin.repository != asked.repository
             # Peers do not decide what the store has: each would give its version to the others.
             return everyone if is_own or (held.manifest and not has_upstream) else None
         if not has_upstream:

@@ -30,12 +30,12 @@ from blobstore.core.files import (
     status_of,
     write_file,
 )
-from blobstore.errors import BlobstoreError, StoreError
+from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
-from blobstore.store.fetched import BROUGHT, fetched_from, link_name, record_name
+from blobstore.store.fetched import Brought, brought_name, fetched_from, link_name, record_name
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Origin:
     """The files that were not fetched with the model, and are fetched when a client asks for them."""
     is_marked: bool = True
     """Whether its models say that they were fetched. Those of earlier versions of blobstore do not."""
-    is_brought: bool = False
-    """Whether the user has brought the model from elsewhere, too, so that it is for everyone."""
+    brought: Brought | None = None
+    """For whom the model is if the user has brought it from elsewhere; None if he has not."""
 
     @property
     def all_plain(self) -> Mapping[str, str]:
@@ -168,10 +168,8 @@ class PulledModels:
         """The present names of repositories that the upstream has renamed."""
         self._known: frozenset[str] = frozenset()
         self._open: frozenset[str] = frozenset()
-        self._unmarked: frozenset[str] = frozenset()
-        """The names of records whose models need not say that they were fetched; of damaged ones, that is unknown."""
-        self.is_cache = False
-        """Whether a server has ever fetched into the store."""
+        self._unmarked: frozenset[Commit] = frozenset()
+        """Those whose models need not say that they were fetched."""
         self.incomplete: set[Commit] = set()
         """Commits of models without a record, which only a fetch writes again."""
         self._used: dict[Commit, float] = {}
@@ -183,7 +181,7 @@ class PulledModels:
     def own(self) -> None:
         """Look at the folder for the last time: from now on, no other process may write records."""
         self._look()
-        self._is_own = self.is_cache = True
+        self._is_own = True
         with contextlib.suppress(OSError):
             self._link_again()
             for path in self._folder.glob(".name-*"):
@@ -213,7 +211,6 @@ class PulledModels:
                 return
             now = time.time_ns()
             files: dict[str, tuple[FileVersion | None, _Record]] = {}
-            damaged: set[str] = set()
             for name in list_names(self._folder):
                 path = self._folder / name
                 # A name that begins with a dot is that of a temporary file, or of a note.
@@ -226,17 +223,14 @@ class PulledModels:
                         record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
                         known = found, record.short()
                     files[name] = known
-                except FileNotFoundError:  # removed since it was listed
+                except (OSError, ValueError, BlobstoreError):  # as if it were lost
                     continue
-                except (OSError, ValueError, BlobstoreError):
-                    damaged.add(name)
-            self._files, self.is_cache = files, version is not None
+            self._files = files
             records = [record for _, record in files.values()]
             origins = [one.origin for one in records if one.origin is not None]
-            unmarked = {
-                record_name(one.repository, one.commit) for one in origins if not one.is_marked
-            }
-            self._unmarked = frozenset(damaged | unmarked)
+            self._unmarked = frozenset(
+                (one.repository, one.commit) for one in origins if not one.is_marked
+            )
             self._set(
                 {(one.repository, one.commit): one for one in origins},
                 _public_facts(records),
@@ -276,7 +270,7 @@ class PulledModels:
         key = (origin.repository, origin.commit)
         if is_public is not None:
             self._write_public(origin.repository, is_public=is_public)
-        if record_name(*key) in self._unmarked:  # there may be copies of what was fetched before
+        if key in self._unmarked:  # there may be copies of what was fetched before
             origin = replace(origin, is_marked=False)
         self._write(self._path(*key), origin.to_bytes())
         with self._lock:
@@ -340,15 +334,14 @@ class PulledModels:
                 return
             self._path(*key).unlink(missing_ok=True)
             records = {one: found for one, found in self._records.items() if one != key}
-            public, renamed = self._public, self._renamed
-            if not any(
-                repository == origin.repository for repository, _ in (*records, *self._held)
-            ):
+            public = self._public
+            is_last = all(one != origin.repository for one, _ in (*records, *self._held))
+            # A restricted repository stays one: if the user brings an archive of it back, that opens nothing.
+            if is_last and public.get(origin.repository):
                 # Last: commits without it count as restricted.
                 self._path(origin.repository).unlink(missing_ok=True)
                 public = {one: it for one, it in public.items() if one != origin.repository}
-                renamed = {one: it for one, it in renamed.items() if one != origin.repository}
-            self._set(records, public, renamed)
+            self._set(records, public, self._renamed)
 
     def give(self, reference: Reference, manifest: Manifest) -> None:
         """Note that a fetch has given a name this manifest, if it still has it.
@@ -409,6 +402,8 @@ class PulledModels:
     def has_given(self, reference: Reference) -> bool:
         """Return whether a name has the file that a fetch gave it, even if its bytes are damaged.
 
+        Damaged bytes in another file are nobody's: if a fetch gave the name, it may do so again.
+
         Raises:
             StoreError: that cannot be known now.
         """
@@ -419,9 +414,12 @@ class PulledModels:
         if path and link and os.path.samestat(path, link):
             return True
         try:
+            manifest = self._store.resolve(reference) if path and link else None
             noted = strict_json.loads(_read(self._note(reference)))
-            commit = self.commit_of(self._store.resolve(reference))
+            commit = self.commit_of(manifest or self._store.resolve(reference))
             return commit is not None and noted == [str(reference), *commit]
+        except InvalidManifest:
+            return link is not None
         except StoreError:
             raise
         except (ValueError, BlobstoreError):  # there is no note, or it is damaged
@@ -463,40 +461,37 @@ class PulledModels:
                 be read.
         """
         self._look()
-        commit = fetched_from(manifest) if self.is_cache else None
+        commit = fetched_from(manifest)
         if commit is None and self._unmarked:
             found = source_of(self._store, manifest)
-            commit = found if found and record_name(*found) in self._unmarked else None
+            commit = found if found in self._unmarked else None
         return commit
 
-    def is_brought(self, manifest: Manifest) -> bool:
-        """Return whether the user has brought a model from elsewhere that was fetched there."""
-        key = Digest.of(manifest.to_bytes())
-        return self._store.read_note(BROUGHT, key) is not None
+    def brought(self, manifest: Manifest) -> Brought | None:
+        """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
+        noted = _read(self._folder / brought_name(Digest.of(manifest.to_bytes())))
+        if not noted:
+            return None
+        return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS
 
     def origin(self, manifest: Manifest) -> Origin | None:
         """Return the commit that a model was fetched from; None for the store's own models. Raises as :meth:`commit_of`."""
         commit = self.commit_of(manifest)
-        return commit and self.get(commit, is_brought=self.is_brought(manifest))
+        return commit and self.get(commit, self.brought(manifest))
 
-    def get(self, commit: Commit, *, is_brought: bool = False) -> Origin | None:
-        """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says.
-
-        If the model ``is_brought``, it may be one of the store's own alone: then return None.
-        """
+    def get(self, commit: Commit, brought: Brought | None = None) -> Origin:
+        """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says."""
         known = self._records.get(commit)
-        if is_brought:
-            return known and replace(known, is_brought=True)
-        if known is None:
+        if known is None and brought is None:
             self.incomplete.add(commit)
-        return known or Origin(*commit)
+        return replace(known or Origin(*commit), brought=brought)
 
     def with_others(self, origin: Origin) -> Origin:
         """Return a record with its other files, which are read for that. Raises StoreError."""
         with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
             found = _Record.from_bytes(_read(path)).origin
-            if found is not None and found.short() == replace(origin, is_brought=False):
+            if found is not None and found.short() == replace(origin, brought=None):
                 return replace(origin, others=found.others)
         return origin
 

@@ -16,6 +16,7 @@ from blobstore.serve.messages import Content
 from blobstore.serve.names import any_tag
 from blobstore.serve.tags import MANY
 from blobstore.serve.unprepared import prepared
+from blobstore.store.fetched import Brought
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -61,7 +62,7 @@ class Visible:
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read a model of this origin. None stands for the store's own models."""
-        if origin is None or origin.is_brought or origin.repository in self._open:
+        if origin is None or origin.brought is Brought.EVERYONE or origin.repository in self._open:
             return True
         return (origin.repository, origin.commit) in self._opened
 

@@ -3,18 +3,19 @@
 The manifest itself says so, by the name of its source layer. So it holds for copies, archives and former manifests,
 and no loss of another file makes such a model one of the store's own. What a user imports has no such name.
 
-If a user brings the manifest from elsewhere, such as from a server's store to another one, that is noted with it: there
-it is the store's own. Without the note, it counts as fetched.
+If a user brings the manifest from elsewhere, such as from a server's store to another one, a note says so, and that no
+fetch has made it there. Then it is the store's own, unless clients of this store's server have asked for its repository
+before. Without the note, it counts as fetched.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
-from blobstore.store.notes import NoteKind
 
 if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
@@ -22,8 +23,18 @@ if TYPE_CHECKING:
 
 Commit = tuple[str, str]
 """A repository of an upstream, and the name of a commit."""
-BROUGHT: Final = NoteKind("brought 1", ".brought")
-"""A manifest of a fetched model that a user has brought from elsewhere."""
+BROUGHT: Final = ".brought-"
+"""The beginning of the names of notes that a user has brought a manifest from elsewhere."""
+
+
+class Brought(enum.Enum):
+    """For whom a model is that a user has brought from elsewhere. The values are the bytes of the notes."""
+
+    EVERYONE = b"everyone"
+    READERS = b"readers"
+    """A server has fetched from the repository: what its upstream says holds for this model, too."""
+
+
 _MARK: Final = re.compile(r"([^@]{1,200})@([0-9a-f]{40})")
 
 
@@ -43,6 +54,11 @@ def fetched_from(manifest: Manifest) -> Commit | None:
 def record_name(repository: str, commit: str = "") -> str:
     """Return the name of the file about a commit that was fetched into a store, or about a repository."""
     return Digest.of(f"{repository}@{commit}".encode()).hex
+
+
+def brought_name(manifest: Digest) -> str:
+    """Return the name of the note about a manifest that a user has brought from elsewhere."""
+    return f"{BROUGHT}{manifest.hex}"
 
 
 def link_name(reference: Reference) -> str:

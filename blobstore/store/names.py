@@ -27,9 +27,8 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.store.fetched import BROUGHT, fetched_from, link_name
+from blobstore.store.fetched import Brought, brought_name, fetched_from, link_name, record_name
 from blobstore.store.history import FormerManifest, History, WholeHistory
-from blobstore.store.notes import pack
 from blobstore.store.published import Published, remove_empty
 from blobstore.store.spellings import Spellings
 
@@ -308,26 +307,29 @@ class Names:
     def _not_of_a_server(self, reference: Reference) -> None:
         """Forget that a server has given a name: it is the user's from now on, unless the server gives it again."""
         with contextlib.suppress(OSError):  # the folder is another user's
-            (self._store.folder("pulled") / link_name(reference)).unlink()
+            (self._layout.pulled / link_name(reference)).unlink()
 
     def _note_brought(self, model: NewModel, *, is_brought: bool) -> None:
         """Note whether a user brings a model that a server has fetched into another store, or this one's server does.
 
         A model that the store has already is what it was.
         """
-        if fetched_from(Manifest.from_bytes(model.data)) is None:
+        commit = fetched_from(Manifest.from_bytes(model.data))
+        if commit is None:
             return
-        key = Digest.of(model.data)
-        path = self._layout.headers / f"{key.hex}{BROUGHT.ending}"
+        key, folder = Digest.of(model.data), self._layout.pulled
+        path = folder / brought_name(key)
         if is_brought:
-            if key not in map(Digest.of, self._every_manifest()):
-                make_folders(self._layout.headers, self._store.root)
-                write_file(path, [pack(BROUGHT, key, b"")], temporary=self._layout.temporary)
+            if key not in map(Digest.of, self.every_manifest()):
+                is_known = is_there(folder / record_name(commit[0]))
+                whose = Brought.READERS if is_known else Brought.EVERYONE
+                make_folders(folder, self._store.root)
+                write_file(path, [whose.value], temporary=self._layout.temporary)
         # The user's name may have been removed since: then the model is for whom the upstream lets read it.
         elif is_there(path) and key not in map(self.version, self._store.references()):
             path.unlink()
 
-    def _every_manifest(self) -> Iterator[bytes]:
+    def every_manifest(self) -> Iterator[bytes]:
         """Yield the manifests of names, those that can be restored, and those that were lost."""
         for reference in self._store.references():
             with contextlib.suppress(BlobstoreError):

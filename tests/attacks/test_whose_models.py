@@ -19,6 +19,7 @@ from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
+from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair import repair_models
@@ -126,6 +127,7 @@ LOSSES: dict[str, Callable[[Path], bool]] = {
     "the commit's record": lambda path: b'"commit"' in path.read_bytes(),
     "the repository's record": lambda path: b'"commit"' not in path.read_bytes(),
     "all files": lambda path: True,
+    "the folder": lambda path: True,
 }
 
 
@@ -140,6 +142,8 @@ def test_a_fetched_model_is_shown_to_nobody_unasked_whatever_is_done_or_lost(
     for path in list(cache.folder("pulled").iterdir()):
         if LOSSES[lost](path):
             path.unlink()
+    if lost == "the folder":
+        cache.folder("pulled").rmdir()
     if change is damage_source:  # then it cannot be prepared, but could be listed
         change(cache, tmp_path)
         assert prepared(Visible.of(Library(cache)).models) == []
@@ -147,11 +151,29 @@ def test_a_fetched_model_is_shown_to_nobody_unasked_whatever_is_done_or_lost(
         assert not is_shown(cache, change(cache, tmp_path))
 
 
+@pytest.mark.parametrize("is_evicted", [False, True])
 def test_an_archive_of_a_fetched_model_opens_nothing_in_the_same_store(
-    cache: LocalStore, tmp_path: Path
+    cache: LocalStore, tmp_path: Path, *, is_evicted: bool
 ) -> None:
-    unpack_archive(archive(cache, NAME, tmp_path), store=cache)
+    packed = archive(cache, NAME, tmp_path)
+    if is_evicted:
+        cache.manifest_path(NAME).unlink()
+        cache.names.published.remove([NAME])
+        PulledModels(cache).forget(ORIGIN)
+    unpack_archive(packed, store=cache)
     assert not is_shown(cache, NAME)
+
+
+def test_damaged_bytes_in_place_of_a_fetched_manifest_are_not_the_users(cache: LocalStore) -> None:
+    path = cache.manifest_path(NAME)
+    path.unlink()
+    path.write_bytes(b"{")
+    assert not Library(cache).is_own(NAME)
+    # One that no fetch has given is the user's, damaged as it is.
+    remove_models([NAME], store=cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"{")
+    assert Library(cache).is_own(NAME)
 
 
 def test_a_fetched_model_is_public_if_its_repository_is(cache: LocalStore, source: Path) -> None:
@@ -179,8 +201,6 @@ def test_a_model_that_an_earlier_version_has_fetched_stays_restricted(
     fetch(store, source, NAME)  # the copy is still there
     assert not is_shown(store, COPY)
     assert not is_shown(store, NAME)
-    path.write_bytes(b"{")
-    assert not is_shown(store, COPY)
 
 
 # What is the user's
@@ -196,6 +216,10 @@ def test_a_model_that_the_user_imports_is_shown_before_and_after_a_fetch_of_its_
     assert is_shown(store, NAME)
     assert not is_shown(store, other)
     copy_model(NAME, COPY, store=store)
+    assert is_shown(store, COPY)
+    PulledModels(store)._path(*COMMIT).write_bytes(b"{")
+    assert is_shown(store, COPY)
+    fetch(store, source, other)
     assert is_shown(store, COPY)
 
 
@@ -260,10 +284,16 @@ def test_a_model_that_the_user_brings_from_the_store_of_a_server_is_his(
     # Still so after clients have fetched the commit here, too.
     PulledModels(other).keep(ORIGIN, is_public=False)
     assert is_shown(other, COPY)
-    # The note is what says so.
-    for path in other.folder("headers").glob("*.brought"):
-        path.unlink()
-    assert not is_shown(other, COPY)
+    # No cache has it, and it stays as long as a manifest can be had back.
+    shutil.rmtree(other.folder("headers"), ignore_errors=True)
+    remove_models([COPY], store=other)
+    other.manifest_path(NAME).unlink()
+    collect_garbage(store=other, older_than=0)
+    repair_models(store=other)
+    assert is_shown(other, NAME)
+    (note,) = other.folder("pulled").glob(".brought-*")
+    note.unlink()
+    assert not is_shown(other, NAME)
 
 
 def test_what_a_user_has_brought_and_removed_is_restricted_once_a_server_fetches_it(
@@ -273,6 +303,16 @@ def test_what_a_user_has_brought_and_removed_is_restricted_once_a_server_fetches
     remove_models([NAME], store=other)
     fetch(other, source, NAME)
     assert not is_shown(other, NAME)
+
+
+def test_gc_removes_the_note_of_a_model_that_is_gone_for_good(
+    cache: LocalStore, other: LocalStore, tmp_path: Path
+) -> None:
+    unpack_archive(archive(cache, NAME, tmp_path), store=other)
+    remove_models([NAME], store=other)
+    for _ in range(2):  # what can be restored goes first
+        collect_garbage(store=other, older_than=0, force=True)
+    assert not any(other.folder("pulled").iterdir())
 
 
 def test_a_forged_mark_makes_no_model_a_commit_of_the_upstream(

@@ -32,6 +32,7 @@ from blobstore.operations.maintenance.collected import Collected, KeptBlob, Remo
 from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.copies import remove_copies
+from blobstore.store.fetched import BROUGHT, brought_name
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.notes import repository_key
@@ -437,6 +438,9 @@ class _Collection:
             names = map(self._store.reference_of, map(Path, self._marks.by_path()))
             keys = {repository_key(name) for name in names if name is not None}
             caches = files_without(caches, keys)
+        if notes := [it for it in scan_folder(folder("pulled")) if it.name.startswith(BROUGHT)]:
+            kept = {brought_name(Digest.of(data)) for data in self._store.names.every_manifest()}
+            caches += [entry for entry in notes if entry.name not in kept]
         # Files that begin with a dot are caches that were being written when their process died.
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]

@@ -300,10 +300,19 @@ def test_nothing_is_noted_of_a_repository_of_which_nothing_was_fetched(store: Lo
     pulled = PulledModels(store)
     pulled.note_public(ORIGIN.repository, is_public=False)
     assert not store.folder("pulled").exists()
-    pulled.keep(ORIGIN, is_public=False)
+    pulled.keep(ORIGIN, is_public=True)
     pulled.forget(ORIGIN)
     assert list(store.folder("pulled").iterdir()) == []
     assert pulled.is_public(ORIGIN.repository)
+
+
+def test_a_restricted_repository_stays_noted_without_its_commits(store: LocalStore) -> None:
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=False)
+    pulled.forget(ORIGIN)
+    for one in (pulled, PulledModels(store)):
+        assert not one.is_public(ORIGIN.repository)
+        assert not one.of_repository(ORIGIN.repository)
 
 
 def test_a_commit_is_for_nobody_if_no_record_is_about_its_repository(store: LocalStore) -> None:
