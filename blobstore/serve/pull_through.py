@@ -179,14 +179,15 @@ class PullThrough:
             revision, is_tag = MAIN, False
         repository = self._library.spelled(requested)
         asked = self._asked(repository, revision, is_tag=is_tag)
-        visible = self._settled(request, repository, asked, token)
-        if visible is None and not (target.is_of_registry or is_exact(target.segments, requested)):
+        is_named = target.is_of_registry or is_exact(target.segments, requested)
+        visible = self._settled(request, repository, asked, token, is_named=is_named)
+        if visible is None and not is_named:
             raise no_model()
         if visible is None:
             spelled, repository = repository, self._called(repository, is_whole=revision is None)
             if repository != spelled:
                 asked = self._asked(repository, revision, is_tag=is_tag)
-                visible = self._settled(request, repository, asked, token)
+                visible = self._settled(request, repository, asked, token, is_named=True)
         if visible is None and request.damaged:
             asked = self._fetched(repository, asked, target.segments[-1])
         if visible is None:
@@ -332,11 +333,19 @@ class PullThrough:
             raise refusal.again()
 
     def _settled(
-        self, request: Request, repository: Reference, asked: Asked | None, token: str
+        self,
+        request: Request,
+        repository: Reference,
+        asked: Asked | None,
+        token: str,
+        *,
+        is_named: bool,
     ) -> Visible | None:
         """Return the models that a client may read if the store alone decides about a repository or version.
 
-        It does not if what it has was found damaged. Raises as :meth:`visible`.
+        It does not if what it has was found damaged. Unless the repository ``is_named`` as the upstream would name it,
+        the upstream is not asked about copies either, so that they are answered as absent names are. Raises as
+        :meth:`visible`.
         """
         if request.damaged:
             return None
@@ -349,6 +358,8 @@ class PullThrough:
             names = [asked.reference] if asked else self._library.stored_tags(repository)
             if not names or not all(map(self._library.is_own, names)):
                 return None
+            if not is_named:
+                return everyone if everyone(names) else None
             copies = hidden_copies(self._library, names, everyone)
             # Clients without a token may read no restricted model, and need not wait for what the upstream says of it.
             if not copies or (not token and everyone(names)):
@@ -362,7 +373,7 @@ class PullThrough:
             is_own = not origin or origin.brought or origin.repository != asked.repository
             # Peers do not decide what the store has: each would give its version to the others.
             return everyone if is_own or (held.manifest and not has_upstream) else None
-        if not has_upstream:
+        if not (has_upstream and is_named):
             return None
         copies = hidden_versions(self._library, repository, asked, everyone)
         visible = self._with_copied(copies, token, asked.held)

@@ -284,11 +284,18 @@ def test_a_restricted_model_is_not_shown_while_it_arrives(
 def test_the_answer_is_the_same_if_the_upstream_is_gone(
     known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
+    copy_model(GATED, "plain", store=store)
     with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
         for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
-            expected = response(server, route, "GET", {}, ABSENT, known[GATED])
-            for name in (GATED, PRIVATE):
-                assert response(server, route, "GET", {}, name, known[GATED]) == expected, route
+            for headers in ({}, {"Authorization": RIGHT}):
+                for absent, names in (
+                    (ABSENT, (GATED, PRIVATE)),
+                    ("library/never", ("library/plain",)),
+                ):
+                    expected = response(server, route, "GET", headers, absent, known[GATED])
+                    for name in names:
+                        found = response(server, route, "GET", headers, name, known[GATED])
+                        assert found == expected, (route, headers, name)
 
 
 def test_a_copy_of_a_restricted_model_is_for_nobody_else_either(
