@@ -211,6 +211,11 @@ class Visible:
 
     def artifact(self, tag: Reference) -> Artifact | None:
         """Return the artifact of a name, or None if there is no such model. Raises as :meth:`model`."""
+        commit = self.resolved(tag.tag)
+        if commit != tag.tag:
+            if (found := self.name_at(tag, commit)) is None:
+                return None
+            tag = found
         named = self._library.named_by(tag)
         return self._only(self._library.artifact(tag)) if self._seen([named]) else None
 
