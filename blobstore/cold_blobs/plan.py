@@ -51,15 +51,22 @@ class FreezePlan:
 
     def must_stay_hot(self, leased: Collection[Digest]) -> dict[str, Need]:
         """Return why blobs must stay hot, by the hex digests of the blobs."""
-        shared: set[int] = set()
+        references = self.reachable.references
+        numbers = references.numbers(self.blobs)
+        others: set[int] = set()
+        rows: list[int] = []
         for path, (state, known, *_) in self.reachable.by_path().items():
             # A name with another manifest than at the time of the plan is not the model that was to
             # be frozen. Only tensors get cold.
-            is_frozen = self.frozen.get(path) == state
-            shared.update(known.blobs[: known.others] if is_frozen else known.blobs)
-        number = self.reachable.references.number
+            if self.frozen.get(path) == state:
+                others.update(known.blobs[: known.others])
+            else:
+                rows.append(known.row)
+        uses = references.uses(rows)
         needs: dict[str, Need] = {
-            digest.hex: "shared" for digest in self.blobs if number(digest) in shared
+            digest.hex: "shared"
+            for digest, number in numbers.items()
+            if uses[number] or number in others
         }
         return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
 

@@ -8,7 +8,7 @@ those next to a model, the oldest, those whose blobs many models have, and the o
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from blobstore.cold_blobs.base_search import (
@@ -50,7 +50,6 @@ class Relatives:
         self._layouts: dict[bytes, list[Reference]] = defaultdict(list)
         for name, state in self.states.items():
             self._layouts[state.known.layout].append(name)
-        self._uses: Counter[int] | None = None
 
     def find(
         self,
@@ -82,15 +81,12 @@ class Relatives:
 
     def uses(self, layers: Iterable[Descriptor]) -> dict[Digest, int]:
         """Return how many models have each of some blobs."""
-        counts, number = self._counts(), self._references.number
-        return {layer.digest: counts[number(layer.digest)] for layer in layers}
+        numbers = self._references.numbers(layer.digest for layer in layers)
+        counts = self._counts()
+        return {digest: counts[number] for digest, number in numbers.items()}
 
-    def _counts(self) -> Counter[int]:
-        if self._uses is None:
-            self._uses = Counter()
-            for state in self.states.values():
-                self._uses.update(state.known.blobs)
-        return self._uses
+    def _counts(self) -> Sequence[int]:
+        return self._references.uses(state.known.row for state in self.states.values())
 
     def _read(
         self, names: Iterable[Reference], known: Mapping[Reference, Manifest]

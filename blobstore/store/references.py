@@ -143,8 +143,8 @@ class References:
         self.other_sizes: dict[int, dict[int, int]] = {}
         """Bytes of blobs by row and number of which an earlier manifest says otherwise."""
         self._by_digest: dict[bytes, int] | None = None
-        self._numbers: dict[bytes, int] | None = None
-        """By digests; None before many are asked for."""
+        self._numbers: dict[bytes, int] = {}
+        """By digests: those that were asked for, and all once many were."""
         self._searches = 0
         self._descriptors = PlainDescriptors()
         self._is_new = False
@@ -173,6 +173,11 @@ class References:
         """Return the hex digests of blobs."""
         text = self._digests.hex()
         return {text[64 * number : 64 * number + 64] for number in numbers}
+
+    def starting_with(self, start: str) -> set[int]:
+        """Return the numbers of the blobs whose hex digests begin with a text."""
+        text = self._digests.hex()
+        return {n for n in range(len(self)) if text.startswith(start, 64 * n)}
 
     def by_file_name(self) -> dict[str, int]:
         """Return the numbers of the blobs so far by the names of their files: quicker, if most are looked up."""
@@ -306,11 +311,10 @@ class References:
     def _add(self, blobs: Mapping[bytes, int]) -> Mapping[bytes, int]:
         """Return the numbers of blobs by their digests, among others; new ones get these sizes."""
         found = self._numbers
-        if found is None and self._searches < _FEW and self._digests:
+        if len(found) < len(self) and not blobs.keys() <= found.keys():
+            is_many = self._searches >= _FEW
             self._searches += 1
-            found = {digest: n for n, digest in self._every() if digest in blobs}
-        elif found is None:
-            found = self._numbers = {digest: n for n, digest in self._every()}
+            found.update((digest, n) for n, digest in self._every() if is_many or digest in blobs)
         for digest, size in blobs.items():
             if digest not in found:
                 found[digest] = len(self.sizes)

@@ -14,13 +14,13 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start, is_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import StoredTensor
-    from blobstore.store.catalog import CatalogEntry
+    from blobstore.store.catalog import Catalog, CatalogEntry
 
 
 class FoundPlace(NamedTuple):
@@ -75,14 +75,16 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     return FoundPlaces(tuple(places), tuple(errors))
 
 
-def _with_digest(entries: Iterable[CatalogEntry], start: str) -> Iterator[FoundPlace]:
+def _with_digest(entries: Catalog, start: str) -> Iterator[FoundPlace]:
+    numbers = entries.references.starting_with(start)
     for entry in entries:
-        if entry.manifest is None or entry.digest is None:
+        if entry.digest is None or entry.known is None:
             continue
         if entry.digest.hex.startswith(start):
             size = sum(entry.blobs.values())
             yield FoundPlace(entry.reference, "model", "", size, entry.digest)
-        for blob in (entry.manifest.config, *entry.manifest.layers):
+        manifest = None if numbers.isdisjoint(entry.known.blobs) else entry.manifest
+        for blob in () if manifest is None else (manifest.config, *manifest.layers):
             if blob.digest.hex.startswith(start):
                 yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
 

@@ -83,3 +83,19 @@ def test_reports_a_missing_blob_for_each_model_that_needs_it(store: LocalStore) 
         "model a:latest",
         "model b:latest",
     ]
+
+
+def test_parses_only_manifests_that_have_a_blob(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.list(store=store)
+    parsed: list[str] = []
+    parse = store.parse
+
+    def noted(reference: Reference) -> object:
+        parsed.append(str(reference))
+        return parse(reference)
+
+    monkeypatch.setattr(store, "parse", noted)
+    assert found(store, layers(store, "b")["z"].digest.hex[:16]) == [("b:latest", "blob", "z")]
+    assert set(parsed) == {"b:latest"}
