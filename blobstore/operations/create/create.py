@@ -48,7 +48,7 @@ from blobstore.store.names import ABSENT, NameUpdate
 from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
     from typing import Unpack
@@ -281,7 +281,7 @@ def import_source(
     total = sum(blob.size for blob in plan.blobs)
     total += sum(file.size for file in files if file.is_large())
     pool = WorkerPool(jobs, progress, total, executor=executor)
-    with _with_space(store, plan.blobs, total), store.ingest(paranoid=paranoid) as ingest:
+    with with_space(store, plan.blobs, total), store.ingest(paranoid=paranoid) as ingest:
         in_workers = executor is not None
         done: dict[str, tuple[BlobPlan, Ingested]] = {}
         kept: list[str] = []
@@ -296,15 +296,11 @@ def import_source(
             record, files, notices = _described(opened, plan, options, store, mark)
             notices += _kept(kept)
         added = [done[blob.name][1] for blob in plan.blobs]
-        manifest = _add_files(opened, plan, files, ingest, added, pool)
+        manifest = add_files(opened, plan, files, ingest, added, pool)
         opened.check_unchanged()
-        ingest.publish()
-        rewrite_indexes(store, ingest.repaired)
-        # A model gets its name only if it can be resolved, and its index for faster opening.
         data = manifest.to_bytes()
-        index = load_index(store, data, use_index=not ingest.repaired)
-        if not index.is_cached:
-            write_index(store, data, index)
+        # A model gets its name only if it can be opened.
+        publish_blobs(store, ingest, [data])
         opened.check_unchanged()
         former = store.names.publish(update, manifest, ingest)
     return Created(
@@ -319,8 +315,26 @@ def import_source(
         commit=record.commit or None,
         replaced=former is not None,
         seconds=time.monotonic() - started,
-        notices=(*notices, *_repairs(ingest.repaired), *replacement_notices(reference, former)),
+        notices=(
+            *notices,
+            *_repairs(ingest.repaired),
+            *replacement_notices(reference, former),
+        ),
     )
+
+
+def publish_blobs(store: LocalStore, ingest: Ingest, manifests: Iterable[bytes]) -> None:
+    """Give all blobs of an import their names, and make the indexes of its manifests for faster opening.
+
+    Raises:
+        BlobDamaged, BlobMissing: a model could not be opened. Otherwise as :meth:`Ingest.publish`.
+    """
+    ingest.publish()
+    rewrite_indexes(store, ingest.repaired)
+    for data in manifests:
+        index = load_index(store, data, use_index=not ingest.repaired)
+        if not index.is_cached:
+            write_index(store, data, index)
 
 
 @contextlib.contextmanager
@@ -351,7 +365,7 @@ def _check_name_free(store: LocalStore, update: NameUpdate, record: SourceRecord
 
 
 @contextlib.contextmanager
-def _with_space(store: LocalStore, blobs: Sequence[BlobPlan], total: int) -> Iterator[None]:
+def with_space(store: LocalStore, blobs: Sequence[BlobPlan], total: int) -> Iterator[None]:
     """Check that an import has space before it writes, and say the same if the disk is full in the middle.
 
     Blobs that are as large as one of the store may be there.
@@ -427,7 +441,7 @@ def _add_tensors(
     return failed
 
 
-def _add_files(
+def add_files(
     source: TensorSource,
     plan: ModelPlan,
     files: Sequence[FileLayer],

@@ -110,8 +110,8 @@ def save(
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    _check_mapping(tensors, "tensors", "a state dict")
-    _check_mapping({} if files is None else files, "files", "a dict of small files")
+    check_mapping(tensors, "tensors", "a state dict")
+    check_mapping({} if files is None else files, "files", "a dict of small files")
     reference = Reference.of(reference)
     check_jobs(jobs)
     store = LocalStore.of(store)
@@ -123,7 +123,7 @@ def save(
 
         torch.wait_for_devices(tensors.values())
     metadata = _METADATA.get(next(iter(frameworks.values()), ""), {})
-    contents = {name: _content(name, file) for name, file in (files or {}).items()}
+    contents = {name: file_content(name, file) for name, file in (files or {}).items()}
     source = MemorySource(found, metadata, contents)
 
     def run(update: NameUpdate) -> Created:
@@ -252,7 +252,8 @@ class _FailingAtExit:
             raise OSError(errno.EIO, "a background save failed")
 
 
-def _check_mapping(value: object, name: str, expected: str) -> None:
+def check_mapping(value: object, name: str, expected: str) -> None:
+    """Check the type of an argument. Raises UsageError."""
     if not isinstance(value, Mapping):
         advice = "pass its state_dict()" if hasattr(value, "state_dict") else ""
         raise UsageError(f"{name} is {expected}, got {quote(type(value).__name__)}", advice=advice)
@@ -301,7 +302,7 @@ def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Call
         ) from None
 
 
-def _content(name: str, file: File) -> bytes:
+def file_content(name: str, file: File) -> bytes:
     """Return the content of a small file. Raises UsageError if it cannot be read or encoded."""
     if not isinstance(name, str):
         raise UsageError(f"a file has the name {quote(name)}, which is not a text")

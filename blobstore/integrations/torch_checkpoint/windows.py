@@ -1,0 +1,136 @@
+"""Which bytes of tensors go from which rank to which, and when. Pure arithmetic.
+
+Each blob has an owner, the rank that hashes and writes it. The blobs of an owner are one stream of bytes, which is
+divided into windows. In each round every owner gets its next window, from all ranks that hold a part of it. Shapes are
+those of bytes: the last dimension counts bytes, not elements, so that no type of an element matters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins in each dimension, and how far it reaches."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return math.prod(self.sizes)
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return what two boxes have in common; None if that is nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if min(sizes) > 0 else None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends in each dimension."""
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the index of the box in an array that has the bytes of ``outer``."""
+        begins = (own - its for own, its in zip(self.offsets, outer.offsets, strict=True))
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(begins, self.sizes, strict=True)
+        )
+
+
+def box_of_bytes(offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> Box:
+    """Return the box of a part of a tensor, given by its elements."""
+    if not sizes:  # a number
+        return Box((0,), (itemsize,))
+    return Box(
+        (*offsets[:-1], offsets[-1] * itemsize),
+        (*sizes[:-1], sizes[-1] * itemsize),
+    )
+
+
+class Window(NamedTuple):
+    """A part of a tensor that is contiguous in memory."""
+
+    key: str
+    box: Box
+
+
+def windows_of(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Yield the parts of at most ``limit`` bytes that a tensor consists of, in the order of its bytes."""
+    if not math.prod(shape):
+        return
+    # Dimensions from `first` on fit together; the one before them is divided, and those before that are single.
+    first, row = len(shape), 1
+    while first and row * shape[first - 1] <= limit:
+        first -= 1
+        row *= shape[first]
+    if not first:
+        yield Box((0,) * len(shape), shape)
+        return
+    divided = first - 1
+    step = max(1, limit // row)
+    rest = shape[first:]
+    for outer in itertools.product(*map(range, shape[:divided])):
+        for begin in range(0, shape[divided], step):
+            yield Box(
+                (*outer, begin, *(0 for _ in rest)),
+                (*(1 for _ in outer), min(step, shape[divided] - begin), *rest),
+            )
+
+
+def rounds_of(tensors: Iterable[tuple[str, tuple[int, ...]]], limit: int) -> Iterator[list[Window]]:
+    """Yield what an owner gets in each round: windows of its tensors in order, at most ``limit`` bytes of them."""
+    found: list[Window] = []
+    left = limit
+    for key, shape in tensors:
+        for box in windows_of(shape, limit):
+            if found and box.nbytes > left:
+                yield found
+                found, left = [], limit
+            found.append(Window(key, box))
+            left -= box.nbytes
+    if found:
+        yield found
+
+
+def parts_of(windows: Iterable[Window], chunks: Mapping[str, Sequence[Box]]) -> Iterator[Window]:
+    """Yield the parts of some windows that one rank has in its chunks, in the order in which it sends them."""
+    for key, box in windows:
+        for chunk in chunks.get(key, ()):
+            found = box.intersection(chunk)
+            if found is not None:
+                yield Window(key, found)
+
+
+def choose_owners(
+    sizes: Mapping[str, int], held: Mapping[str, Mapping[int, int]], world: int
+) -> dict[str, int]:
+    """Return the owner of each blob, so that all have about as much to write.
+
+    A rank that has all of a blob owns it, and otherwise one that has a part: then the fewest bytes travel.
+
+    Args:
+        sizes: bytes of the blobs.
+        held: the ranks that have bytes of each blob, and how many.
+        world: the number of ranks.
+    """
+    loads = [0] * world
+    owners = {}
+    # Large ones first, which balances best; names decide, so that the result is always the same.
+    for blob in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        holders = held[blob]
+        most = max(holders.values(), default=0)
+        complete = [rank for rank, size in holders.items() if size == most]
+        candidates = complete if len(complete) < len(holders) else (holders or range(world))
+        owner = min(candidates, key=lambda rank: (loads[rank], rank))
+        owners[blob] = owner
+        loads[owner] += sizes[blob]
+    return owners

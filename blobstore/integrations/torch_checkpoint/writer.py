@@ -1,0 +1,342 @@
+"""Writes a step: what ``torch.distributed.checkpoint.save`` calls, in its order, on each rank.
+
+The coordinator, rank 0, plans the blobs and their owners, and begins an import whose lease holds what all ranks
+write. Each owner hashes and writes its blobs under temporary names. When all ranks have done so, the coordinator
+gives the step its names. Until then nothing of it can be seen, and if a process dies, ``gc`` removes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from blobstore.core.workers import WorkerPool, check_jobs
+from blobstore.errors import BlobstoreError, UsageError
+from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_succeed, exchange
+from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
+from blobstore.manifests.reference import Reference
+from blobstore.manifests.step_record import StepRecord
+from blobstore.operations.create.create import with_space
+from blobstore.operations.create.save import check_mapping, file_content
+from blobstore.operations.create.step import StepPlan
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from blobstore.integrations.torch_checkpoint.exchange import Windows
+    from blobstore.operations.create.grouping import BlobPlan
+    from blobstore.operations.create.save import File
+    from blobstore.quantization.recipes import Recipe
+    from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.local import StoreLike
+    from blobstore.store.names import NameUpdate
+
+
+_WINDOW: Final = 32 << 20
+"""Bytes that an owner gets at a time. It holds two windows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What one rank has done."""
+
+    rank: int
+    added: dict[str, Ingested]
+    values: dict[str, Any]
+
+
+class _Blobs:
+    """Adds the blobs of one rank to an import."""
+
+    def __init__(
+        self, task: RankTask, state: RankState, ingest: Ingest, added: dict[str, Ingested]
+    ) -> None:
+        self._task = task
+        self._state = state
+        self._ingest = ingest
+        self._added = added
+
+    def gather(self, incoming: Windows) -> None:
+        """Add the blobs whose bytes come from several ranks."""
+        for blob in self._task.gathered:
+            buffers = functools.partial(_stream, blob, incoming)
+            self._added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
+
+    def copy(self, jobs: int) -> None:
+        """Add the blobs whose bytes this rank has."""
+        blobs = self._task.local
+        items = WorkerPool(jobs, None, 0).run(blobs, self._copied)
+        self._added.update((blob.name, item) for blob, item in zip(blobs, items, strict=True))
+
+    def _copied(self, blob: BlobPlan) -> Ingested:
+        def read(recipe: Recipe) -> Iterator[memoryview]:
+            return self._state.read(self._task.keys[recipe.spec.name])
+
+        return self._ingest.add(blob.size, lambda: blob.buffers(read))
+
+
+class _Import:
+    """The import of a step that is being written, on the coordinator."""
+
+    def __init__(self, store: LocalStore, plan: StepPlan, reference: Reference) -> None:
+        names = plan.names(reference)
+        for name in names:
+            store.names.check_name(name)
+        self.plan = plan
+        self.updates: Sequence[NameUpdate] = [store.names.seen(name) for name in names]
+        self._open = contextlib.ExitStack()
+        with with_space(store, plan.blobs, sum(blob.size for blob in plan.blobs)):
+            self.ingest: Ingest = self._open.enter_context(store.ingest())
+
+    def close(self) -> None:
+        """End the import, and remove what has no name."""
+        self._open.close()
+
+
+class StoreWriter(StorageWriter):
+    """Saves with ``torch.distributed.checkpoint`` into a store.
+
+    Pass it as the ``storage_writer`` of ``save`` or ``async_save``, with the name of the step as ``checkpoint_id``,
+    such as ``run:step-1000``. All ranks must be able to write to the folder of the store. A writer can save any
+    number of steps, one after the other.
+
+    Tensors are stored whole. Other values must be plain: None, booleans, numbers, texts, bytes, lists, tuples, sets,
+    dicts (also ordered ones and counters), arrays and numbers of numpy, and dtypes, devices and sizes of torch. They
+    are kept as JSON and have the same types when they are loaded; nothing is pickled. Others are refused, with the
+    key of the value.
+    """
+
+    def __init__(
+        self,
+        store: StoreLike = None,
+        *,
+        model: str = "",
+        files: Mapping[str, File] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        jobs: int | None = None,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+            model: the part of the state that is the model, such as ``model`` for ``{"model": …, "optimizer": …}``.
+                The step then has two names: ``run:step-1000``, the model alone under its own names, which
+                :func:`blobstore.open` and others use at once, and ``run:step-1000.state``, all of the state. Without
+                it, the state has the one name.
+            files: small files of the model by name, as for :func:`blobstore.save`: its config and tokenizer.
+            metrics: numbers to keep with the step, such as ``{"loss": 1.2}``. They can be set again before each save.
+            process_group: the group that is passed to ``save``; by default the default group.
+            jobs: number of threads that hash the tensors which this rank has completely.
+
+        Raises:
+            UsageError: an argument is invalid.
+            StoreError: this user has no home folder, and no store is given.
+        """
+        check_mapping({} if files is None else files, "files", "a dict of small files")
+        check_jobs(jobs)
+        self._store = LocalStore.of(store)
+        self._model = model
+        self._files = {name: file_content(name, file) for name, file in (files or {}).items()}
+        self.metrics = metrics
+        """Numbers that are kept with the next step."""
+        self._group = process_group
+        self._jobs = jobs
+        self._reference: Reference | None = None
+        self._import: _Import | None = None
+        self._window = _WINDOW
+        self._rank = 0
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a step with the name ``checkpoint_id``. Raises InvalidReference."""
+        self._end()
+        self._reference = None if checkpoint_id is None else Reference.of(str(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it can be the name of a step."""
+        with contextlib.suppress(BlobstoreError):
+            Reference.of(str(checkpoint_id))
+            return True
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check what can be checked without a plan.
+
+        Raises:
+            UsageError: no name is given, or ranks save without each other.
+        """
+        del is_coordinator, args
+        self._rank = kwargs.get("rank", 0)
+        self._end()  # what an earlier save has left that failed on another rank
+        if self._reference is None:
+            raise UsageError("a step needs a name; pass it as checkpoint_id")
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False saves each rank for itself, and a store has whole tensors",
+                advice="save with use_collectives=True",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Plan the blobs and their owners, and begin the import: on the coordinator.
+
+        Raises:
+            UsageError: the state has no such model, or its names clash.
+            UnsupportedSource: a tensor is of a type that a store does not have, or not all of it is saved.
+            NameConflict, StoreError, StoreBusy: the store cannot be used.
+        """
+        if not any(
+            plan.usable for plan in plans
+        ):  # the planner has cached them, and the ranks their tasks
+            raise UsageError(
+                "plans that are cached have no import to join",
+                advice="use a planner without enable_plan_caching",
+            )
+        if not all(plan.usable for plan in plans):
+            raise UsageError(
+                "some plans are cached, and some are not",
+                advice="use a planner without enable_plan_caching",
+            )
+        layout = Layout(plans)
+        step = StepPlan(layout.specs, model=self._model, files=self._files, metrics=self.metrics)
+        assert self._reference is not None  # noqa: S101 - checked before
+        self._import = _Import(self._store, step, self._reference)
+        tasks = layout.tasks(step, self._import.ingest.name)
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the blobs that this rank owns, and send other ranks what they need.
+
+        Raises:
+            UnsupportedSource: a value is not plain.
+            UsageError: the process group is not the one that saves.
+            StoreError: the disk is full, or the store cannot be written.
+            RuntimeError: another rank cannot be reached any more.
+        """
+        task = plan.storage_data
+        if not isinstance(task, RankTask):
+            raise UsageError(
+                "the plan is of another writer, kept by a planner with enable_plan_caching",
+                advice="use a planner of its own for this writer",
+            )
+        try:
+            with with_space(self._store, (), 0):
+                written = self._write(task, plan, planner)
+        except BaseException:
+            self._end()
+            raise
+        result = WriteResult(MetadataIndex(f"rank {task.rank}"), 0, written)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def _write(self, task: RankTask, plan: SavePlan, planner: SavePlanner) -> _Written:
+        self._check_group(task.world)
+        first = FirstError()
+        state = RankState(plan.items, planner, self._window)
+        written = _Written(rank=task.rank, added={}, values={})
+        with contextlib.ExitStack() as stack:
+            blobs: _Blobs | None = None
+            with first.kept():
+                written.values.update(state.values())
+                blobs = _Blobs(task, state, self._joined(task, stack), written.added)
+
+            def gather(incoming: Windows) -> None:
+                if blobs is not None:
+                    blobs.gather(incoming)
+
+            if task.world > 1:
+                chunks = list(task.chunks)
+                chunks[task.rank] = state.boxes
+                exchange(
+                    self._group,
+                    task.streams,
+                    chunks,
+                    state.bytes_of,
+                    gather,
+                    first,
+                    window=self._window,
+                )
+            with first.kept():
+                if blobs is not None and first.error is None:
+                    blobs.copy(self._jobs or max(1, (os.cpu_count() or 1) // task.world))
+        is_complete = first.error is None
+        if task.world > 1:
+            is_complete = all_succeed(self._group, is_success=is_complete)
+        if first.error is not None:
+            raise first.error
+        if not is_complete:  # the other rank reports why
+            self._end()
+        return written
+
+    def _check_group(self, world: int) -> None:
+        if world > 1 and dist.get_world_size(self._group) != world:
+            raise UsageError(
+                f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {world} save",
+                advice="pass the same process_group to StoreWriter and to save",
+            )
+
+    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> Ingest:
+        """Return the import of the step, of which other ranks are workers."""
+        if self._import is not None:
+            return self._import.ingest
+        joined = self._store.join_ingest(task.ingest)
+        stack.callback(joined.close)
+        return joined
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Give the step its names, when all ranks have written: on the coordinator.
+
+        Raises:
+            NameTaken: another process gave one of them another model in the meantime.
+            StoreError, StoreBusy: the store cannot be written, or the disk is full.
+        """
+        step = self._import
+        if step is None:
+            raise BlobstoreError("another rank failed to write its part of the step")
+        added: dict[str, Ingested] = {}
+        values: dict[str, Any] = {}
+        for result in (one for rank in results for one in rank):
+            values |= result.storage_data.values
+            for name, item in result.storage_data.added.items():
+                added[name] = item
+                if result.storage_data.rank != self._rank:
+                    step.ingest.adopt(item)
+        paths = dict(metadata.planner_data or {})
+        record = StepRecord(
+            model=self._model,
+            tensors={key: tuple(paths.get(key, (key,))) for key in step.plan.keys.values()},
+            values={key: (tuple(paths.get(key, (key,))), value) for key, value in values.items()},
+        )
+        try:
+            with with_space(self._store, (), 0):
+                step.plan.publish(self._store, step.updates, step.ingest, added, record)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._import is not None:
+            self._import.close()
+            self._import = None
+
+
+def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a blob, whose tensors come from several ranks."""
+    yield blob.header
+    yield from incoming.take(blob.size - len(blob.header))

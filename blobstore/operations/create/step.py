@@ -1,0 +1,188 @@
+"""A step of a training run: the plan of its blobs, and its one or two names.
+
+A step has the name of all of its state, and if the program says which part is the model, another one of the model
+alone. Both are the models that ``save`` would make of the same tensors and files, so a blob is stored once, and every
+command works with them. See docs/internals/decisions/0017-steps-are-two-models.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from blobstore.core import strict_json
+from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.step_record import (
+    METRICS_FILE,
+    RECORD_FILE,
+    STATE,
+    is_of_model,
+    stored_name,
+)
+from blobstore.operations.create.create import add_files, publish_blobs
+from blobstore.operations.create.files import FileLayer, file_layers, stacks_layer
+from blobstore.operations.create.import_options import ImportOptions, source_record
+from blobstore.quantization.detect import is_marker
+from blobstore.quantization.recipes import Copied
+from blobstore.sources.memory import MemorySource
+from blobstore.store.names import NewModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
+    from blobstore.manifests.step_record import StepRecord
+    from blobstore.operations.create.grouping import BlobPlan
+    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.local import LocalStore
+    from blobstore.store.names import NameUpdate
+
+_METADATA: Final = {"format": "pt"}
+
+
+class _Part(NamedTuple):
+    """A model as a part of the step."""
+
+    source: MemorySource
+    options: ImportOptions
+    plan: ModelPlan
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], files: Mapping[str, bytes]) -> _Part:
+        source = MemorySource(dict.fromkeys(specs, _unread), _METADATA, files)
+        options = ImportOptions(as_is=any(map(is_marker, specs)))
+        plan = options.plan(source)
+        # Bytes come from many processes and are copied. Nothing is converted, as it would be with one source.
+        if not all(isinstance(recipe, Copied) for blob in plan.blobs for recipe in blob.tensors):
+            options = ImportOptions(as_is=True)
+            plan = options.plan(source)
+        return cls(source, options, plan)
+
+    def manifest(self, added: Mapping[str, Ingested], ingest: Ingest) -> Manifest:
+        """Return the manifest, after adding the blobs that are not tensors."""
+        record, _ = source_record(self.source, self.plan.blobs, self.options)
+        layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+        layers = [*stacks_layer(self.plan.blobs), *file_layers(self.source), layer]
+        blobs = [added[blob.name] for blob in self.plan.blobs]
+        return add_files(self.source, self.plan, layers, ingest, blobs, WorkerPool(1, None, 0))
+
+
+class StepPlan:
+    """The blobs of a step."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        *,
+        model: str = "",
+        files: Mapping[str, bytes] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Plan a step; nothing is read.
+
+        Args:
+            tensors: the tensors by their keys, which are their names in the specs.
+            model: the part of the keys that is the model, such as ``model``; empty if none is.
+            files: small files of the model, by name.
+            metrics: numbers that describe the step, by name.
+
+        Raises:
+            UsageError: no tensor is of the model, two tensors would have one name, or a file or metric is not valid.
+            UnsupportedSource: the tensors cannot be stored.
+        """
+        self._model = model
+        self._metrics = {METRICS_FILE: _metrics_json(metrics)} if metrics else {}
+        self.keys: dict[str, str] = {}
+        """The keys of the tensors, by the names in the store."""
+        for key in sorted(tensors):
+            other = self.keys.setdefault(stored_name(key, model), key)
+            if other != key:
+                raise UsageError(
+                    f"tensors {quote(other)} and {quote(key)} would both be stored as {quote(stored_name(key, model))}",
+                    advice="rename the part of the state that has the second one",
+                )
+        self._specs = [tensors[key]._replace(name=name) for name, key in self.keys.items()]
+        self.all = _Part.of(self._specs, {})
+        self.model: _Part | None = None
+        if model:
+            own = [spec for spec in self._specs if is_of_model(self.keys[spec.name], model)]
+            if not own:
+                raise UsageError(
+                    f"the state has no tensors under {quote(model)}, which is to be the model",
+                    advice=f"its parts are {quote(sorted({key.partition('.')[0] for key in tensors}))}",
+                )
+            self.model = _Part.of(own, {**(files or {}), **self._metrics})
+            planned = {blob.name: blob for blob in self.blobs}
+            if any(planned.get(blob.name) != blob for blob in self.model.plan.blobs):
+                raise UnsupportedSource(
+                    f"the blobs of {quote(model)} would be others with the rest of the state",
+                    advice="save the model alone, without its optimizer",
+                )
+        elif files:
+            raise UsageError("files belong to the model; say which part of the state it is")
+
+    @property
+    def blobs(self) -> tuple[BlobPlan, ...]:
+        """All blobs with tensors, each once."""
+        return self.all.plan.blobs
+
+    def names(self, reference: Reference) -> list[Reference]:
+        """Return the names of the step in the order in which they are given."""
+        return [reference] if self.model is None else [state_of(reference), reference]
+
+    def publish(
+        self,
+        store: LocalStore,
+        updates: Sequence[NameUpdate],
+        ingest: Ingest,
+        added: Mapping[str, Ingested],
+        record: StepRecord,
+    ) -> None:
+        """Give the step its names, all or none.
+
+        Args:
+            store: the store.
+            updates: the updates of :meth:`names`.
+            ingest: the import.
+            added: the blobs of the tensors by name.
+            record: the keys and values of the state.
+
+        Raises:
+            NameTaken, StoreError, StoreBusy: as :func:`create`.
+            UsageError: the values are too large.
+        """
+        files = {RECORD_FILE: record.to_bytes(), **self._metrics}
+        source = MemorySource(dict.fromkeys(self._specs, _unread), _METADATA, files)
+        parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
+        manifests = [part.manifest(added, ingest) for part in parts]
+        new = [
+            NewModel(update, manifest.to_bytes(), manifest.blobs)
+            for update, manifest in zip(updates, manifests, strict=True)
+        ]
+        publish_blobs(store, ingest, [model.data for model in new])
+        store.names.install(new, ingest=ingest, is_brought=False)
+
+
+def state_of(reference: Reference) -> Reference:
+    """Return the name that has all of a step."""
+    return replace(reference, tag=f"{reference.tag}{STATE}")
+
+
+def _metrics_json(metrics: Mapping[str, Any]) -> bytes:
+    for name, value in metrics.items():
+        if not isinstance(name, str) or type(value) not in (int, float):
+            raise UsageError(f"a metric is a number, got {quote(value)} for {quote(name)}")
+    try:
+        return f"{strict_json.dumps(dict(metrics))}\n".encode()
+    except ValueError as error:
+        raise UsageError(f"metrics: {error}", advice="leave out what is not finite") from None
+
+
+def _unread() -> NoReturn:
+    raise AssertionError

@@ -1,0 +1,174 @@
+"""Plain values of Python as JSON, and back to the same values and types. No code is called by what is read.
+
+What JSON has is written as it is: None, booleans, numbers, texts, lists, and dicts with texts as keys. Any other value
+is an object with one key, which begins with ``$`` and says what it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from blobstore.core.escape import quote
+from blobstore.errors import UnsupportedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_SIGN: Final = "$"
+_MIN, _MAX = -(2**63), 2**64 - 1
+"""Integers beyond these are written as text, because many programs cannot read them from JSON."""
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_SCALARS = (type(None), bool, int, float, str, complex, bytes)
+_GROUPS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict}
+_MAPPINGS |= {kind.__name__: kind for kind in (OrderedDict, Counter)}
+_NUMBERS = "biufc"
+"""Kinds of numpy's types whose bytes are all there is."""
+
+
+class Kind(NamedTuple):
+    """How values of a type that a library has are written, and read again."""
+
+    write: Callable[[Any], Any]
+    """Returns values of JSON."""
+    read: Callable[[Any], Any]
+    """Raises an error if the values are not those that ``write`` returns."""
+
+
+def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
+    """Return a value as JSON has it.
+
+    Args:
+        value: the value.
+        place: where it stands, for messages.
+        kinds: the types of libraries, with a name for each.
+
+    Raises:
+        UnsupportedSource: it is, or holds, a value of another type; the message says where.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return _scalar(value, place)
+    if kind is list:
+        return _listed(value, place, kinds)
+    if kind in _GROUPS.values():
+        # Sets have no order, and equal values should have equal bytes.
+        members = value if kind is tuple else sorted(value, key=repr)
+        return {f"${kind.__name__}": _listed(members, place, kinds)}
+    if kind in _MAPPINGS.values():
+        is_plain = kind is dict and all(
+            type(key) is str and _is_unicode(key) and not key.startswith(_SIGN) for key in value
+        )
+        if is_plain:
+            return {key: encode(one, f"{place}[{key!r}]", kinds) for key, one in value.items()}
+        pairs = [
+            [encode(key, place, kinds), encode(one, f"{place}[{key!r}]", kinds)]
+            for key, one in value.items()
+        ]
+        return {f"${kind.__name__}": pairs}
+    if kind in kinds:
+        name, how = kinds[kind]
+        return {f"${name}": how.write(value)}
+    if (
+        kind.__module__ == "numpy"
+        and getattr(getattr(value, "dtype", None), "kind", "O") in _NUMBERS
+    ):
+        data = [value.dtype.str, list(value.shape), _text(value.tobytes())]
+        return {"$array" if kind.__name__ == "ndarray" else "$scalar": data}
+    return _refuse(place, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def decode(value: Any, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
+    """Return the value that :func:`encode` wrote, with the same ``kinds``.
+
+    Raises:
+        ValueError: it was not written so.
+    """
+    if isinstance(value, list):
+        return [decode(one, kinds) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith(_SIGN) for key in value):
+        return {key: decode(one, kinds) for key, one in value.items()}
+    ((key, content),) = value.items()
+    name = key.removeprefix(_SIGN)
+    try:
+        if name in _GROUPS:
+            return _GROUPS[name](decode(one, kinds) for one in content)
+        if name in _MAPPINGS:
+            return _MAPPINGS[name]({decode(key, kinds): decode(one, kinds) for key, one in content})
+        read = {own: how.read for own, how in kinds.values()} | dict(_READERS)
+        return read[name](content)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, binascii.Error) as error:
+        raise ValueError(f"no value of the kind {quote(name)}: {quote(error)}") from None
+
+
+def _scalar(value: Any, place: str) -> Any:
+    match value:
+        case bytes():
+            return {"$bytes": _text(value)}
+        case complex():
+            return {"$complex": [_scalar(value.real, place), _scalar(value.imag, place)]}
+        case float() if not math.isfinite(value):
+            return {"$float": str(value)}
+        case int() if not _MIN <= value <= _MAX:
+            return {"$int": hex(value)}
+        case str() if not _is_unicode(value):
+            _refuse(place, "a text that is not Unicode")
+    return value
+
+
+def _listed(values: Sequence[Any], place: str, kinds: Mapping[type, tuple[str, Kind]]) -> list[Any]:
+    return [encode(one, f"{place}[{index}]", kinds) for index, one in enumerate(values)]
+
+
+def _refuse(place: str, what: str) -> NoReturn:
+    raise UnsupportedSource(
+        f"the value {quote(place)} is {what}, which cannot be kept as a plain value",
+        advice="make numbers, texts, lists, dicts or tensors of it, or leave it out of the state",
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _complex(parts: Sequence[Any]) -> complex:
+    real, imaginary = (decode(part, {}) for part in parts)
+    return complex(float(real), float(imaginary))
+
+
+def _array(content: Sequence[Any]) -> Any:
+    import numpy as np
+
+    name, shape, text = content
+    dtype = np.dtype(str(name))
+    if dtype.kind not in _NUMBERS or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError("not an array of numbers")
+    return np.frombuffer(_bytes(text), dtype).reshape(shape).copy()
+
+
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "int": lambda text: int(text, 16),
+    "float": _SPECIAL.__getitem__,
+    "complex": _complex,
+    "bytes": _bytes,
+    "array": _array,
+    "scalar": lambda content: _array(content)[()],
+}

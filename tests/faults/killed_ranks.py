@@ -1,0 +1,163 @@
+"""Ranks of a training program that are killed while they save a step.
+
+A program of its own: ``python -m tests.faults.killed_ranks FOLDER``. It starts two ranks for each point, of which one
+kills itself there with SIGKILL, and then looks at the store. What is not as expected ends it with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+import blobstore
+from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.ingest import Ingest, WorkerIngest
+from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
+from tests.support.ports import free_port
+
+
+class Point(NamedTuple):
+    """Where a rank is killed: when it has called, or is about to call, a function so many times."""
+
+    rank: int
+    owner: Any
+    function: str
+    calls: int
+    is_after: bool
+    names: frozenset[str] = frozenset()
+    """Names of the step that are complete then."""
+
+
+POINTS = {
+    "rank within the exchange": Point(1, dist, "all_to_all_single", 2, is_after=False),
+    "coordinator within the exchange": Point(0, dist, "all_to_all_single", 2, is_after=False),
+    "rank that has written a blob": Point(1, WorkerIngest, "add", 1, is_after=True),
+    "rank that has written all": Point(1, dist, "all_reduce", 1, is_after=True),
+    "coordinator whose blobs have names": Point(0, Ingest, "publish", 1, is_after=True),
+    "coordinator between the two names": Point(
+        0, Names, "_give", 1, is_after=True, names=frozenset({"run:step-2.state"})
+    ),
+}
+
+
+def _state(step: int, *, is_sharded: bool) -> dict[str, Any]:
+    def placed(value: float) -> torch.Tensor:
+        tensor = torch.full((64, 64), value)
+        if not is_sharded:
+            return tensor
+        mesh = init_device_mesh("cpu", (2,))
+        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+    model = {f"w{index}": placed(index * step + 0.5) for index in range(6)}
+    return {"model": model, "optimizer": {"m": placed(-step)}, "step": step}
+
+
+def _dying(function: Callable[..., Any], point: Point) -> Callable[..., Any]:
+    count = 0
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == point.calls and not point.is_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments, **options)
+        if count == point.calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+def _work(rank: int, port: int, store: Path, point: Point) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    limit = timedelta(minutes=4)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+    state = _state(2, is_sharded=True)
+    writer = StoreWriter(store, model="model")
+    writer._window = 1 << 13
+    if rank == point.rank:
+        found = getattr(point.owner, point.function)
+        setattr(point.owner, point.function, _dying(found, point))
+    save(state, checkpoint_id="run:step-2", storage_writer=writer)
+
+
+def _names(store: LocalStore) -> set[str]:
+    return {str(reference) for reference in store.references()}
+
+
+def _load(store: Path, step: int) -> None:
+    expected, found = _state(step, is_sharded=False), _state(0, is_sharded=False)
+    load(found, checkpoint_id=f"run:step-{step}", storage_reader=StoreReader(store))
+    assert found["step"] == step
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+
+
+def _check(folder: Path, point: Point) -> None:
+    """Kill a rank at a point, and check what is left."""
+    store = LocalStore(folder)
+    first = {"run:step-1", "run:step-1.state"}
+    with contextlib.suppress(ProcessExitedException, ProcessRaisedException):
+        start_processes(_work, (free_port(), folder, point), nprocs=2, start_method="fork")
+        raise AssertionError("no rank was killed")
+    assert _names(store) == first | point.names, _names(store)
+    assert verify_models(store=store).faults == ()
+    _load(folder, 1)
+    if point.names:
+        _load(folder, 2)  # the name of all of its state is complete
+    # Nobody holds what the dead have left.
+    assert store.read_leases().held == {}
+    collect_garbage(store=store, older_than=0)
+    assert list(store.folder("temporary").iterdir()) == []
+    save(
+        _state(2, is_sharded=False),
+        checkpoint_id="run:step-2",
+        storage_writer=StoreWriter(folder, model="model"),
+    )
+    _load(folder, 2)
+    assert _names(store) == first | {"run:step-2", "run:step-2.state"}
+
+
+def main() -> None:
+    """Kill a rank at each point."""
+    warnings.simplefilter("ignore")
+    root = Path(sys.argv[1])
+    start = root / "start"
+    writer = StoreWriter(start, model="model")
+    save(_state(1, is_sharded=False), checkpoint_id="run:step-1", storage_writer=writer)
+    for index, (name, point) in enumerate(POINTS.items()):
+        sys.stderr.write(f"a {name} is killed\n")
+        folder = root / str(index)
+        shutil.copytree(start, folder)
+        _check(folder, point)
+    assert blobstore.open("run:step-1", store=start)
+
+
+if __name__ == "__main__":
+    main()
