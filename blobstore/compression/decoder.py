@@ -8,6 +8,7 @@ each thread needs memory for a few chunks.
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from blobstore.compression.base import BaseBlob, Prediction
 from blobstore.compression.chunks import decode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
 from blobstore.compression.file_view import FileView
-from blobstore.compression.scaled_rules import Float8Rule
+from blobstore.compression.scaled_rules import AffineRule, Float8Rule
 from blobstore.compression.scratch import scratch
 from blobstore.compression.table import PREFIX, decode_table
 from blobstore.compression.transforms import predicted_type, transform_of
@@ -82,6 +83,8 @@ class ColdBlobDecoder:
         """The table of the file."""
         self._base: BaseBlob | None = None
         self._predictions: dict[int, Prediction] = {}
+        self._scales: dict[tuple[object, ...], tuple[Bytes, Bytes]] = {}
+        """Of MLX weights, which are computed with their codes."""
         parts = self.table.parts
         self._begins = list(accumulate((part.size for part in parts), initial=0))
         self._first_chunks = list(accumulate((part.chunks for part in parts), initial=0))
@@ -270,6 +273,8 @@ class ColdBlobDecoder:
                 raise ColdDamaged(
                     f"factors cannot predict elements of transform {transform.number}"
                 )
+        if isinstance(rule, AffineRule):
+            rule = replace(rule, begin=part.base_begin, known=self._scales)
         prediction = Prediction(self._base, part.base_begin, factors, dtype, rule)
         # Keep only a few, because a kilobyte of factors can expand to a quarter of a gigabyte.
         # Parts are usually read in order.

@@ -45,6 +45,8 @@ AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS: Final = (32, 64, 128)
 _AFFINE, _FLOAT8 = 3, 4
 """Their versions among rules."""
+_MAX_KNOWN: Final = 32
+"""Chunks whose scales and biases are kept."""
 _PIECE: Final = 1 << 16
 """Weights that are computed at once, so that intermediate values stay in the cache."""
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
@@ -69,6 +71,12 @@ class AffineRule(Rule):
     """``CODES``, ``SCALES`` or ``BIASES``."""
     bits: int
     group_size: int
+    begin: int = 0
+    """Where the weights begin in the base; it is not part of the rule."""
+    known: dict[tuple[object, ...], tuple[Bytes, Bytes]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Scales and biases by what they follow from, which rules of one blob share."""
 
     @property
     def kind(self) -> GgufType:
@@ -99,11 +107,16 @@ class AffineRule(Rule):
         """
         from blobstore.quantization.numpy import affine, affine_scales, pack  # few blobs
 
-        data = read(self.source_size(offset), self.source_size(size)).view(NUMPY_TYPES[self.dtype])
-        groups = data.reshape(-1, self.group_size)
+        begin, length = self.source_size(offset), self.source_size(size)
+        known = {} if self.known is None else self.known
+        place = self.begin + begin, length, self.dtype, self.cast, *self._fields
+        if self.tensor != CODES and place in known:
+            return known[place][self.tensor - SCALES]
+        groups = read(begin, length).view(NUMPY_TYPES[self.dtype]).reshape(-1, self.group_size)
         out = scratch("quantized", size)
         rows = out.reshape(len(groups), -1)
         step = _PIECE // self.group_size
+        factors = np.empty((2, len(groups)), NUMPY_TYPES[self.cast])
         with np.errstate(all="ignore"):
             for start in range(0, len(groups), step):
                 values = to_float32(groups[start : start + step])
@@ -112,12 +125,15 @@ class AffineRule(Rule):
                 peaks = (values.view(np.uint32) & _MAGNITUDE).max(1)
                 values[(peaks < _USUAL[0]) | (peaks >= _USUAL[1])] = 0
                 if self.tensor == CODES:
-                    found = pack(affine(values, self.bits)[0], self.bits)
+                    codes, *pair = affine(values, self.bits)
+                    rows[start : start + step] = pack(codes, self.bits).view(np.uint8)
                 else:
-                    scales = affine_scales(values, self.bits)[self.tensor - SCALES]
-                    found = rounded(scales, self.cast)[:, None]
-                rows[start : start + step] = found.view(np.uint8)
-        return out
+                    pair = [*affine_scales(values, self.bits)]
+                factors[:, start : start + step] = [rounded(item, self.cast) for item in pair]
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[place] = factors[0].view(np.uint8), factors[1].view(np.uint8)
+        return out if self.tensor == CODES else known[place][self.tensor - SCALES]
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,6 @@ def dequantize(
 
 def affine(groups: Array, bits: int) -> tuple[Array, Array, Array]:
     """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
-    """Return the codes of groups, ``[n, group size]``, and the scale and the bias of each in float32."""
     numbers = groups.astype(np.float32)
     scale, bias = affine_scales(numbers, bits)
     numbers -= bias[:, None]

@@ -167,6 +167,24 @@ def test_unknown_rules_are_refused(fields: tuple[int, ...]) -> None:
         rule_of(struct.pack("<BBBBII", *fields))
 
 
+def test_the_base_is_read_once_for_codes_scales_and_biases() -> None:
+    known: dict[tuple[object, ...], tuple[Array, Array]] = {}
+    data, reads = with_extremes(DType.BF16), []
+
+    def read(at: int, size: int) -> Array:
+        reads.append(at)
+        return np.frombuffer(data[at : at + size], np.uint8)
+
+    for bits in (4, 8):
+        for tensor in (CODES, SCALES, BIASES):
+            rule = AffineRule(DType.BF16, DType.F16, tensor, bits, 64, known=known)
+            for first, last in ((0, 30), (30, ROWS * COLUMNS // 64)):
+                unit = rule.kind.size
+                found = rule.predict(read, first * unit, (last - first) * unit).tobytes()
+                assert found == predicted(rule, data, first * unit, len(found))
+    assert reads == 2 * [0, 30 * 128]
+
+
 def test_only_whole_groups_and_rows_are_possible() -> None:
     rule = AffineRule(DType.F32, DType.F16, SCALES, 4, 64)
     assert rule.is_possible(6, MAX_CODED // 64 * 2)
