@@ -7,6 +7,7 @@ follow from the weights and the scales. Quotients of 8-bit floats may have been 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,11 @@ class ScaledWeight(Weight):
         height, width = block
         shared = 0 if height >= self.rows else height, 0 if width >= self.columns else width
         rule = Float8Rule(dtype, self.columns, shared)
-        scales = weights_of(read_bytes(read, begin, size), self.scale).tobytes()
+        scales = read_bytes(read, begin, size)
+        if self.scale is DType.F8_E8M0:  # exponents, as float32 has them
+            scales = struct.pack(f"<{size}I", *(exponent << 23 for exponent in scales))
+        else:
+            scales = weights_of(scales, self.scale).tobytes()
         return rule.with_scales(scales, self.places[0][1])
 
 
@@ -140,4 +145,6 @@ def scaled_weight(entry: TensorEntry, header: Header) -> ScaledWeight | None:
 
 def _is_known(entry: TensorEntry, item: QuantFormat, scale: DType) -> bool:
     is_float8 = item.float8 is not None and entry.spec.dtype is DType.F8_E4M3
+    if is_float8 and scale is DType.F8_E8M0:
+        return True
     return scale in FLOATS and (is_float8 or item.mode == "affine")

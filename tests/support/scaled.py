@@ -59,14 +59,23 @@ def block_scales(matrix: Array, block: tuple[int, int]) -> Array:
 
 
 def float8_blob(
-    name: str, matrix: Array, block: tuple[int, int], quotient: DType = DType.F32
+    name: str,
+    matrix: Array,
+    block: tuple[int, int],
+    quotient: DType = DType.F32,
+    scale: str = "F32",
 ) -> bytes:
-    """Return the blob of a matrix as 8-bit floats with a scale for each block."""
+    """Return the blob of a matrix as 8-bit floats with a scale of F32, or E8M0, for each block."""
     scales = block_scales(matrix, block)
+    if scale == "F8_E8M0":
+        exponents = np.ceil(np.log2(scales)).astype(np.int32)
+        scales = np.ldexp(np.float32(1), exponents)
     codes = float8_codes(matrix, scales, block, quotient)
+    if scale == "F8_E8M0":
+        scales = (exponents + 127).astype(np.uint8)
     return blob(
         (name, "F8_E4M3", matrix.shape, codes.tobytes()),
-        (f"{name}_scale_inv", "F32", scales.shape, scales.tobytes()),
+        (f"{name}_scale_inv", scale, scales.shape, scales.tobytes()),
         quant_type="fp8",
         block_size=f"{block[0]}x{block[1]}",
     )

@@ -96,6 +96,17 @@ def test_of_8_bit_floats_only_scales_are_kept(
     assert_whole(store, "fp8", blobs)
 
 
+def test_scales_of_8_bit_floats_may_be_exponents(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {NAME: float8_blob(NAME, matrix, (32, 128), scale="F8_E8M0")}
+    child = put(store, "fp8", blobs)[NAME]
+    frozen = freeze_models(["fp8"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < LITTLE
+    assert_whole(store, "fp8", blobs)
+
+
 @pytest.mark.parametrize("kind", ["mlx", "fp8"])
 def test_other_weights_are_compressed_alone(store: LocalStore, kind: str) -> None:
     put(store, "weights", {NAME: weight_blob(NAME, source(1))})
