@@ -122,13 +122,15 @@ class ParentFinder:
                 parents[parent].append(blob)
         ladders: set[Digest] = set()
         for parent, ladder in parents.items():
-            if parent.digest in chosen:
-                saved = self._size(parent) - self._size(parent, chosen[parent.digest])
-                # As a delta the parent saves more than the ladder takes without it.
-                if saved >= sum(self._size(blob) for blob in ladder):
-                    continue
-                del chosen[parent.digest]
-            chosen.update((blob.digest, parent) for blob in ladder)
+            serving = parent
+            if known := chosen.get(parent.digest):
+                saved = self._size(parent) - self._size(parent, known)
+                # As a delta the parent saves more than the ladder takes next to the base.
+                if saved >= sum(self._size(blob, known) for blob in ladder):
+                    serving = known
+                else:
+                    del chosen[parent.digest]
+            chosen.update((blob.digest, serving) for blob in ladder)
             ladders.update(blob.digest for blob in ladder)
         # A blob of a ladder has a base now, so it cannot be the base of others.
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}

@@ -536,3 +536,46 @@ def test_vocabularies_may_have_other_rows_at_their_end(store: LocalStore, rows: 
     added = max(rows - ROWS, 0) * COLUMNS * 210 // 256
     assert frozen.stored < kept("Q6_K") + added + LITTLE
     assert_whole(store, "q", blobs)
+
+
+def test_a_parent_may_be_frozen_before_its_quantizations_come(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    freeze_models(["weights"], store=store)
+    blobs = {NAME: coded_blob(NAME, "Q4_K", matrix)}
+    child = put(store, "q", blobs)[NAME]
+    assert bases_of(freeze_models(["q"], store=store)) == {child: parent}
+    assert_whole(store, "q", blobs)
+
+
+def test_next_to_a_parent_that_is_a_delta_its_base_serves(store: LocalStore) -> None:
+    matrix = source(1, rows=512)
+    tuned = matrix.copy()
+    tuned[:, ::100] ^= 1
+    base = put(store, "base", {NAME: weight_blob(NAME, matrix)})[NAME]
+    parent = put(store, "tuned", {NAME: weight_blob(NAME, tuned)})[NAME]
+    child = put(store, "q", {NAME: coded_blob(NAME, "Q6_K", tuned)})[NAME]
+    for names in (["tuned", "q"], ["tuned"], ["q"]):
+        found = bases_of(freeze_models(names, store=store, base="base"))
+        assert set(found.values()) == {base}
+        if len(names) > 1:
+            assert set(found) == {parent, child}
+            thaw_models(names, store=store)
+    assert verify_models(store=store).faults == ()
+
+
+def test_a_parent_that_is_a_delta_serves_once_it_is_thawed(store: LocalStore) -> None:
+    matrix = source(1)
+    tuned = matrix ^ np.random.default_rng(0).integers(0, 64, matrix.shape, np.uint16)
+    put(store, "base", {NAME: weight_blob(NAME, matrix)})
+    parent = put(store, "tuned", {NAME: weight_blob(NAME, tuned)})[NAME]
+    freeze_models(["tuned"], store=store, base="base")
+    children = [
+        put(store, name.lower(), {NAME: coded_blob(NAME, name, tuned)})[NAME] for name in CODED
+    ]
+    names = [name.lower() for name in CODED]
+    assert parent not in bases_of(freeze_models(names, store=store)).values()
+    thaw_models(["tuned", *names], store=store)
+    found = bases_of(freeze_models(["tuned", *names], store=store))
+    assert found == {parent: None, **dict.fromkeys(children, parent)}
+    assert verify_models(store=store).faults == ()
