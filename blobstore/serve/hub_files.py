@@ -221,7 +221,10 @@ def _asked_as_form(body: bytes) -> tuple[list[str], bool]:
 
 
 def page_of(call: Call, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the page of sorted names that a request is for, and a header that leads to the next one."""
+    """Return the page of sorted names that a request is for, and a header that leads to the next one.
+
+    Those after the first one that is not on the page may be left out.
+    """
     limit, cursor = call.limit(PAGE), call.target.first("cursor")
     page = list(islice((name for name in names if name > cursor), limit + 1))
     if len(page) <= limit:

@@ -6,12 +6,12 @@ descriptions of all models; otherwise only those of a page are read.
 
 from __future__ import annotations
 
+import sys
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
-from blobstore.manifests.reference import DEFAULT_TAG
-from blobstore.serve.hub_files import date_of, file_entry, model_of, name_asked, page_of
+from blobstore.serve.hub_files import PAGE, date_of, file_entry, model_of, name_asked, page_of
 from blobstore.serve.messages import json_response
 from blobstore.serve.names import any_tag, name_of, repository_of
 from blobstore.serve.targets import InvalidTarget
@@ -89,24 +89,24 @@ def list_models(call: Call, library: Visible) -> Response:
     wanted = {*chain.from_iterable(text.split(",") for text in target.query.get("filter", ()))}
     wanted |= {*target.query.get("pipeline_tag", ())}
     wanted.discard("")
-    names: dict[str, Reference] = {}
-    for reference in library.models():
+    sort = target.first("sort")
+
+    def listed(reference: Reference) -> str:
         name = name_of(reference)
-        is_found = repository_of(*name.split("/")) == any_tag(reference)
-        if is_found and (reference.tag == DEFAULT_TAG or name not in names):
-            names[name] = reference
-    found = sorted(
-        name
-        for name in names
-        if author in ("", name.rpartition("/")[0]) and search in name.casefold()
-    )
-    if call.flag("gated"):  # no model here is
-        found = []
+        if author not in ("", name.rpartition("/")[0]) or search not in name.casefold():
+            return ""
+        return name if repository_of(*name.split("/")) == any_tag(reference) else ""
+
+    # A page needs no others, unless their tags or dates decide what is on it.
+    is_page = not wanted and sort in _EQUAL_SORTS
+    after, limit = (target.first("cursor"), call.limit(PAGE) + 1) if is_page else ("", sys.maxsize)
+    names = {} if call.flag("gated") else library.page(listed, after, limit)  # no model here is
+    found = list(names)
     if wanted:
         known = library.descriptions(names[name] for name in found)
         found = [name for name in found if wanted <= {*known[names[name]].tags}]
     headers: dict[str, str] = {}
-    if (sort := target.first("sort")) in _DATE_SORTS:
+    if sort in _DATE_SORTS:
         limit, is_up = call.limit(_MAX_SORTED), target.first("direction") == "1"
         dates = {name: date_of(names[name], library) for name in found}
         found = sorted(found, key=lambda name: dates[name], reverse=not is_up)[:limit]

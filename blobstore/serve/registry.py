@@ -218,14 +218,20 @@ def _blob(request: Request, repository: Reference, digest: Digest, library: Visi
 
 
 def _tags(target: Target, repository: Reference, library: Visible) -> Response:
-    name = "/".join(target.segments[1:-2])
-    return _page(target, "tags", [one.tag for one in library.tags(repository)], name=name)
+    last, limit = _asked(target)
+    found = [one.tag for one in library.tags(repository, last, limit + 1)]
+    return _page(target, "tags", found, limit, name="/".join(target.segments[1:-2]))
 
 
 def _repositories(target: Target, library: Visible) -> Response:
     """Return the names of the repositories, in small letters, because clients accept no others."""
-    names = {_name_of(one).lower() for one in library.models()}
-    return _page(target, "repositories", sorted(filter(is_repository, names)))
+    last, limit = _asked(target)
+
+    def name_of(reference: Reference) -> str:
+        name = _name_of(reference).lower()
+        return name if name > last and is_repository(name) else ""
+
+    return _page(target, "repositories", [*library.page(name_of, last, limit + 1)], limit)
 
 
 def _name_of(repository: Reference) -> str:
@@ -233,15 +239,18 @@ def _name_of(repository: Reference) -> str:
     return str(repository).rpartition(":")[0].replace(":", "_")
 
 
-def _page(target: Target, kind: str, names: Sequence[str], **others: str) -> Response:
-    """Return the page of sorted names that a request is for, with other fields. Raises Refusal."""
-    last, text = target.first("last"), target.first("n")
+def _asked(target: Target) -> tuple[str, int]:
+    """Return after which name a page begins, and how many names it has at most. Raises Refusal."""
+    text = target.first("n")
     if text and not (text.isascii() and text.isdecimal()):
         raise Refusal(400, message="n is not a number")
-    limit = min(int(text[:19]), _PAGE) if text else _PAGE
-    rest = [name for name in names if name > last]
-    headers, page = dict(API_VERSION), rest[:limit]
-    if page and len(rest) > limit:
+    return target.first("last"), min(int(text[:19]), _PAGE) if text else _PAGE
+
+
+def _page(target: Target, kind: str, names: Sequence[str], limit: int, **others: str) -> Response:
+    """Return a page of sorted names, with other fields. One more name than the limit means that a page follows."""
+    headers, page = dict(API_VERSION), names[:limit]
+    if page and len(names) > limit:
         path, after = "/".join(target.segments), quote(page[-1], safe="")
         host = f"&ns={quote(ns, safe='')}" if (ns := target.first("ns")) else ""
         headers["Link"] = f'</{path}?n={limit}&last={after}{host}>; rel="next"'

@@ -6,11 +6,14 @@ The protocols get this value instead of the library. Every model that they ask i
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.digest import Digest
+from blobstore.manifests.reference import DEFAULT_TAG
 from blobstore.serve.commits import served_commit
 from blobstore.serve.messages import Content
 from blobstore.serve.names import any_tag
@@ -19,7 +22,7 @@ from blobstore.serve.unprepared import prepared
 from blobstore.store.fetched import Brought
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.artifacts import Artifact
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from blobstore.sources.hub_listing import ListedFile
     from blobstore.store.fetched import Commit
 
+_Key = TypeVar("_Key")
 _Served = TypeVar("_Served", "ServedModel", "Artifact")
 
 
@@ -83,18 +87,50 @@ class Visible:
         """Return the names of all models. Call it on a thread. Raises StoreError or NotPrepared."""
         return self._seen(self._library.names())
 
+    def page(
+        self, name_of: Callable[[Reference], str], after: str, limit: int
+    ) -> dict[str, Reference]:
+        """Return the first names after one with the first model of each that is seen, ``latest`` before other tags.
+
+        Only models of these are looked at. ``name_of`` returns the name of a model in a list, or an empty one. Call it
+        on a thread. Raises StoreError or NotPrepared.
+        """
+        groups: dict[str, list[Reference]] = {}
+        for reference in self._library.names():
+            if (name := name_of(reference)) > after:
+                group = groups.setdefault(name, [])
+                group.insert(0 if reference.tag == DEFAULT_TAG else len(group), reference)
+        return self._first(((name, groups[name]) for name in sorted(groups)), limit)
+
+    def _first(
+        self, groups: Iterable[tuple[_Key, Sequence[Reference]]], limit: int
+    ) -> dict[_Key, Reference]:
+        """Return the first keys with a name in the store that is seen, and the first of these names."""
+        found: dict[_Key, Reference] = {}
+        groups, count = iter(groups), max(limit, MANY)
+        while len(found) < limit and (some := list(islice(groups, count))):
+            count = min(2 * count, sys.maxsize)
+            seen = set(self._seen(names[0] for _, names in some))
+            for key, names in some:
+                if one := names[:1] if names[0] in seen else self._seen(names[1:]):
+                    found[key] = one[0]
+        return dict(islice(found.items(), limit))
+
     def has(self, repository: Reference) -> bool:
         """Return whether a repository has a tag. Raises NotPrepared."""
-        arriving = self._library.arriving_in(repository).values()  # first: what ends is stored
-        tags = self._library.stored_tags(repository)
-        return bool(self._seen(tags)) or any(self.shows(model.origin) for model in arriving)
+        return bool(self.tags(repository, limit=1))
 
-    def tags(self, repository: Reference) -> list[Reference]:
-        """Return the tags of a repository, sorted. Raises NotPrepared."""
+    def tags(
+        self, repository: Reference, after: str = "", limit: int = sys.maxsize
+    ) -> list[Reference]:
+        """Return the first tags of a repository after one, sorted. Raises NotPrepared."""
         arriving = self._library.arriving_in(repository)  # first: what ends is stored
-        tags = self._library.stored_tags(repository)
-        found = {one for one, model in arriving.items() if self.shows(model.origin)}
-        return sorted(found.union(self._seen(tags)))
+        tags = (one for one in self._library.stored_tags(repository) if one.tag > after)
+        found = {
+            one for one, model in arriving.items() if one.tag > after and self.shows(model.origin)
+        }
+        found.update(self._first(((one, (one,)) for one in tags), limit))
+        return sorted(found)[:limit]
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the name here of the repository that a client asks for."""

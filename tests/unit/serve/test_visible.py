@@ -14,7 +14,7 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.operations.create.import_options import ImportOptions
-from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library, ServedModel
 from blobstore.serve.messages import Content
 from blobstore.serve.pulled import Origin
@@ -63,10 +63,51 @@ def seen(visible: Visible) -> dict[str, object]:
         is not None,
         "tags": FETCHED in prepared(lambda: visible.tags(FETCHED)),
         "models": FETCHED in prepared(visible.models),
+        "page": str(FETCHED) in prepared(lambda: visible.page(str, "", 9)),
         "descriptions": FETCHED in prepared(lambda: visible.descriptions([FETCHED])),
         "modified": prepared(lambda: visible.modified(FETCHED)) is not None,
         "watch": prepared(lambda: visible.watch(FETCHED)) is not None,
     }
+
+
+def test_a_page_looks_at_models_of_its_names_alone(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        copy_model(MINE, f"org/model:v{number}", store=library.store)
+        copy_model(MINE, f"zoo/m{number}", store=library.store)
+    monkeypatch.setattr("blobstore.serve.visible.MANY", 1)
+    read: list[str] = []
+    read_manifest = library.store.read_manifest
+
+    def noted(reference: Reference) -> bytes:
+        read.append(str(reference))
+        return read_manifest(reference)
+
+    monkeypatch.setattr(library.store, "read_manifest", noted)
+    visible = Visible.of(library)
+    tags = prepared(lambda: visible.tags(MINE, "mine", 2))
+    assert [one.tag for one in tags] == ["v0", "v1"]
+    assert prepared(lambda: visible.has(MINE))
+    page = prepared(lambda: visible.page(lambda one: f"{one.namespace}/{one.model}", "", 2))
+    assert list(page) == ["org/model", "zoo/m0"]
+    assert set(read) == {"org/model:latest", "org/model:v0", "org/model:v1", "zoo/m0:latest"}
+
+
+def test_models_behind_many_restricted_ones_are_on_a_page(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.serve.visible.MANY", 1)
+    for number in range(9):
+        copy_model(FETCHED, f"org/model:a{number}", store=library.store)
+    library.pulled.note_public(NAME, is_public=False)
+    visible = Visible.of(library)
+    assert prepared(lambda: visible.tags(MINE, limit=1)) == [MINE]
+    assert prepared(lambda: visible.page(lambda one: one.model, "", 1)) == {"model": MINE}
+    assert prepared(lambda: visible.page(lambda one: one.model, "model", 1)) == {}
+    remove_models([MINE], store=library.store)
+    assert not prepared(lambda: visible.has(MINE))
+    assert prepared(lambda: visible.page(lambda one: one.model, "", 1)) == {}
 
 
 def test_no_question_finds_what_is_restricted_even_if_it_was_prepared(library: Library) -> None:
