@@ -1,4 +1,4 @@
-"""Decides what to freeze: which blobs, against which bases, and which blobs must stay hot."""
+"""Decides what to freeze: which blobs, and against which bases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
-Need = Literal["shared", "in use"]
-"""Why a blob must stay hot."""
-
 
 @dataclass(slots=True)
 class FreezePlan:
@@ -48,27 +45,6 @@ class FreezePlan:
     """The bases of blobs."""
     frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The manifests of frozen models, and of those to be frozen, by path: they need no hot tensors."""
-
-    def must_stay_hot(self, leased: Collection[Digest]) -> dict[str, Need]:
-        """Return why blobs must stay hot, by the hex digests of the blobs."""
-        references = self.reachable.references
-        numbers = references.numbers(self.blobs)
-        others: set[int] = set()
-        rows: list[int] = []
-        for path, (state, known, *_) in self.reachable.by_path().items():
-            # A name with another manifest than at the time of the plan is not the model that was to
-            # be frozen. Only tensors get cold.
-            if self.frozen.get(path) == state:
-                others.update(known.blobs[: known.others])
-            else:
-                rows.append(known.row)
-        uses = references.uses(rows)
-        needs: dict[str, Need] = {
-            digest.hex: "shared"
-            for digest, number in numbers.items()
-            if uses[number] or number in others
-        }
-        return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
 
     def needing(self, blobs: Collection[Digest]) -> list[str]:
         """Return the paths of the manifests of models that are not frozen and need one of these blobs."""

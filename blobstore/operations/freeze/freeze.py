@@ -26,7 +26,7 @@ from blobstore.cold_blobs.builder import (
     EncodedBlob,
     count_blocks,
 )
-from blobstore.cold_blobs.plan import FreezePlan, Need, plan_freeze
+from blobstore.cold_blobs.plan import FreezePlan, plan_freeze
 from blobstore.compression.level import Level, check_compression_level
 from blobstore.core.arguments import seconds_of
 from blobstore.core.escape import quote
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
 """The outcome for a blob: it was frozen now or before, or the reason why not."""
+Need = Literal["shared", "in use"]
+"""Why a blob must stay hot."""
 
 
 class FrozenBlob(NamedTuple):
@@ -197,6 +199,28 @@ def freeze_models(
     )
 
 
+def _must_stay_hot(plan: FreezePlan, leased: Collection[Digest]) -> dict[str, Need]:
+    """Return why blobs must stay hot, by the hex digests of the blobs."""
+    references = plan.reachable.references
+    numbers = references.numbers(plan.blobs)
+    others: set[int] = set()
+    rows: list[int] = []
+    for path, (state, known, *_) in plan.reachable.by_path().items():
+        # A name with another manifest than at the time of the plan is not the model that was to
+        # be frozen. Only tensors get cold.
+        if plan.frozen.get(path) == state:
+            others.update(known.blobs[: known.others])
+        else:
+            rows.append(known.row)
+    uses = references.uses(rows)
+    needs: dict[str, Need] = {
+        digest.hex: "shared"
+        for digest, number in numbers.items()
+        if uses[number] or number in others
+    }
+    return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
+
+
 class _Run:
     """Carries out a plan, or estimates what it would save, and collects the results."""
 
@@ -223,7 +247,7 @@ class _Run:
         """Estimate the compressed sizes from samples."""
         # Without the lock, because an estimate may be out of date.
         leased = self._store.read_leases().digests
-        needs = self._plan.must_stay_hot(leased)
+        needs = _must_stay_hot(self._plan, leased)
         for blob in self._plan.blobs.values():
             if self._is_to_encode(blob, needs):
                 try:
@@ -238,7 +262,7 @@ class _Run:
     def freeze(self, pool: WorkerPool) -> None:
         """Encode the blobs on threads, and commit them in batches."""
         # Leases of other processes are ignored until then, because they may end before.
-        needs = self._plan.must_stay_hot(set())
+        needs = _must_stay_hot(self._plan, set())
         to_encode = [blob for blob in self._plan.blobs.values() if self._is_to_encode(blob, needs)]
         with TemporaryFiles(self._store) as files:
             # While blobs are encoded, other processes may remove the names that need them.
@@ -283,7 +307,7 @@ class _Run:
             # Read again: while blobs were encoded, processes opened models, and models were created.
             leased = self._store.read_leases(without=lease).digests
             self._plan.reachable.update()
-            needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
+            needs = {} if self._keep_hot else _must_stay_hot(self._plan, leased)
             ready, again = self._select(batch, needs)
             entries = [
                 (item.blob.digest, item.state, item.base)
