@@ -13,6 +13,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, DamagedSource
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized
+from blobstore.quantization.representable import check_finite, check_scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,24 +22,14 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.tensor import DType
-    from blobstore.quantization.formats import QuantFormat
     from blobstore.quantization.recipes import Quantized, Recipe
 
     Array = np.ndarray[Any, Any]
     Read = Callable[[str, memoryview], Iterator[memoryview]]
 
 _COPY_SIZE = 1 << 20
-_MAX_EXPONENT = 224
-"""Larger E8M0 bytes may have wrapped around: the scale of the least float32, 2^-149 / 448, is 225."""
 _PIECE_SIZE = 1 << 22
 """Bytes to quantize at once: enough to outweigh the call, and few enough for the CPU cache."""
-
-
-class UnreadableGroups(DamagedSource):
-    """A tensor cannot be quantized: some of its values would be read back as others, or infinite."""
-
-    tensor: str = ""
-    """Its name, as policies know it."""
 
 
 class Converter:
@@ -107,16 +98,10 @@ class Converter:
         done = 0
         for array in arrays:
             rows = array.reshape(-1, recipe.group_size)
-            _check_finite(rows, recipe, done)
+            check_finite(rows, recipe, done)
             done += rows.size
             weight, scale, bias = quantize(rows, recipe.item, recipe.group_size)
-            if not _is_readable(scale, recipe.item):
-                error = UnreadableGroups(
-                    f"the values of a group are too small, too large or too far apart for "
-                    f"{recipe.item.name}; keep the tensor with an override to none"
-                )
-                error.tensor = recipe.spec.name
-                raise error
+            check_scales(scale, recipe)
             yield as_bytes(weight)
             scales.append(scale)
             if bias is not None:
@@ -159,35 +144,6 @@ class Converter:
         if len(found) < size:
             found = self._local.buffer = memoryview(bytearray(size))
         return found[:size]
-
-
-def _is_readable(scale: Array, item: QuantFormat) -> bool:
-    """Return whether the values of all groups are read back as finite ones. MLX does not check that."""
-    import numpy as np
-
-    if item.mode.startswith("mx"):
-        # Groups of values below about 1e-36 would be read back as 1e38.
-        return int(scale.max(initial=0)) <= _MAX_EXPONENT
-    if item.mode != "affine":
-        return True
-    # Readers round the product of scale and code before they add the bias.
-    with np.errstate(over="ignore"):
-        largest = (scale.astype(np.float32) * np.float32(2**item.bits - 1)).astype(scale.dtype)
-    return bool(np.isfinite(largest.astype(np.float32)).all())
-
-
-def _check_finite(array: Array, recipe: Quantized, before: int) -> None:
-    import numpy as np
-
-    from blobstore.quantization.numpy import first_nonfinite
-
-    index = first_nonfinite(array)
-    if index is not None:
-        position = [int(number) for number in np.unravel_index(before + index, recipe.spec.shape)]
-        raise DamagedSource(
-            f"element {position} is {array.flat[index]}, which cannot be quantized; keep the tensor "
-            "with an override to none"
-        )
 
 
 def _as_array(data: memoryview, dtype: DType) -> Array:

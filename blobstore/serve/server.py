@@ -25,11 +25,11 @@ from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
-from blobstore.serve.client_memory import ClientMemory
 from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
+from blobstore.serve.text_memory import TextMemory
 from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
 
@@ -132,7 +132,7 @@ class Server:
             one: SharedWork(one, joins_begun=one not in lists)
             for one in (capacity.PREPARE, capacity.FETCH, *lists)
         }
-        self._texts = ClientMemory(MAX_TEXTS)
+        self._texts = TextMemory(MAX_TEXTS)
         self._watches = Watches()
         self._garbage = OldGarbage()
         self._blobs = BlobReader(store, self._count_verified)

@@ -38,7 +38,8 @@ from blobstore.operations.create.jobs import (
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import is_elsewhere, source_name
-from blobstore.quantization.tensor_bytes import Converter, UnreadableGroups
+from blobstore.quantization.representable import UnreadableGroups
+from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.hub import with_quantization
 from blobstore.store.downloads import Downloads, is_full

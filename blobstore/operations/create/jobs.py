@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.quantization.recipes import Copied, Prequantized
-from blobstore.quantization.tensor_bytes import Converter, UnreadableGroups
+from blobstore.quantization.representable import UnreadableGroups
+from blobstore.quantization.tensor_bytes import Converter
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ TESTS = {
     **dict.fromkeys(("ARRIVALS", "PATIENT"), "tests/unit/serve/test_pull_through.py"),
     "ARRIVING_FILES": "tests/unit/serve/test_cache_limit.py",
     "DECODED": "tests/unit/serve/test_body.py",
-    "TEXTS": "tests/unit/serve/test_client_memory.py",
+    "TEXTS": "tests/unit/serve/test_text_memory.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
     **dict.fromkeys(
         ("PREPARE", "FETCH", "WATCH", "LIST", "LIST_ALL"), "tests/unit/serve/test_shared_work.py"

@@ -11,8 +11,8 @@ import pytest
 
 from blobstore.core import capacity
 from blobstore.core.limits import Crowded
-from blobstore.serve import client_memory
-from blobstore.serve.client_memory import ClientMemory
+from blobstore.serve import text_memory
+from blobstore.serve.text_memory import TextMemory
 
 MOST = capacity.TEXTS.most
 
@@ -29,12 +29,12 @@ class Client:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """A function that sets the time in which a client has to move a byte."""
-    return lambda seconds: monkeypatch.setattr(client_memory, "GRACE_SECONDS", seconds)
+    return lambda seconds: monkeypatch.setattr(text_memory, "GRACE_SECONDS", seconds)
 
 
-def run(test: Callable[[ClientMemory, Callable[[int], list[Any]]], None]) -> None:
+def run(test: Callable[[TextMemory, Callable[[int], list[Any]]], None]) -> None:
     async def body() -> None:
-        test(ClientMemory(MOST), lambda count: [Client() for _ in range(count)])
+        test(TextMemory(MOST), lambda count: [Client() for _ in range(count)])
 
     asyncio.run(body())
 
@@ -43,7 +43,7 @@ def run(test: Callable[[ClientMemory, Callable[[int], list[Any]]], None]) -> Non
 def test_texts_beyond_the_memory_are_refused_while_all_move(
     more: int, patience: Callable[[float], None]
 ) -> None:
-    def test(memory: ClientMemory, clients: Callable[[int], list[Any]]) -> None:
+    def test(memory: TextMemory, clients: Callable[[int], list[Any]]) -> None:
         patience(math.inf)
         held, others = clients(4), clients(more)
         for one in held:
@@ -62,7 +62,7 @@ def test_texts_beyond_the_memory_are_refused_while_all_move(
 def test_small_texts_take_the_memory_of_the_largest(
     more: int, patience: Callable[[float], None]
 ) -> None:
-    def test(memory: ClientMemory, clients: Callable[[int], list[Any]]) -> None:
+    def test(memory: TextMemory, clients: Callable[[int], list[Any]]) -> None:
         patience(math.inf)
         held, others = clients(3), clients(more)
         for one, size in zip(held, (MOST // 4, MOST // 2, MOST // 4), strict=True):
@@ -78,7 +78,7 @@ def test_small_texts_take_the_memory_of_the_largest(
 def test_who_has_moved_no_byte_for_the_longest_time_is_ended(
     patience: Callable[[float], None],
 ) -> None:
-    def test(memory: ClientMemory, clients: Callable[[int], list[Any]]) -> None:
+    def test(memory: TextMemory, clients: Callable[[int], list[Any]]) -> None:
         patience(0)
         first, second, third, fourth = clients(4)
         for one in (first, second, third):
@@ -93,7 +93,7 @@ def test_who_has_moved_no_byte_for_the_longest_time_is_ended(
 
 
 def test_a_text_that_grows_is_one_text(patience: Callable[[float], None]) -> None:
-    def test(memory: ClientMemory, clients: Callable[[int], list[Any]]) -> None:
+    def test(memory: TextMemory, clients: Callable[[int], list[Any]]) -> None:
         patience(math.inf)
         (client,) = clients(1)
         for _ in range(4):

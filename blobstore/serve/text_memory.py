@@ -33,7 +33,7 @@ class _Text(NamedTuple):
     """When its client has last sent or taken a byte of it."""
 
 
-class ClientMemory:
+class TextMemory:
     """The texts of the connections of one event loop. Each connection has one at a time."""
 
     def __init__(self, most: int) -> None:
