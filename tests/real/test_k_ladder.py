@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import blobstore
-from tests.benchmarks.k_ladder import matrices, write_gguf
+from tests.benchmarks.k_ladder import Array, matrices, write_gguf
 from tests.benchmarks.ladder import tensors_of
 from tests.real.packages import package
 from tests.real.test_llama_cpp import NAME, answer_of_file, answer_of_store
@@ -36,23 +36,26 @@ MOST = {  # of few rows; of more, Q2_K takes 0.20
 }
 
 
-@pytest.mark.parametrize("importance", [False, True], ids=["plain", "imatrix"])
-def test_files_of_llama_cpp_take_a_tenth_next_to_their_parent(
-    tmp_path: Path, *, importance: bool
-) -> None:
+@pytest.mark.parametrize("how", ["plain", "imatrix", "requantized"])
+def test_files_of_llama_cpp_take_a_tenth_next_to_their_parent(tmp_path: Path, how: str) -> None:
     chosen = list(matrices().items())[0:3:2]  # queries, and others
     weights = {name: matrix[:128] for name, matrix in chosen}
     store = blobstore.LocalStore(tmp_path / "store")
     (tmp_path / "model").mkdir()
     save_file(weights, tmp_path / "model" / "model.safetensors")
-    blobstore.create(tmp_path / "model", "model", store=store)
+    parent = tmp_path / "model"
+    if how == "requantized":  # of Q8_0, the only parent
+        parent = write_gguf(tmp_path / "Q8_0.gguf", "Q8_0", weights)
+    blobstore.create(parent, "model", store=store)
     files = {}
     for name in MOST:
-        # The parent of some went through float16.
+        # The parent of some went through float16, or Q8_0.
         source = weights
-        if name in {"Q6_K", "IQ4_NL"}:
+        if name in {"Q6_K", "IQ4_NL"} and how != "requantized":
             source = {key: item.astype(np.float16) for key, item in weights.items()}
-        path = write_gguf(tmp_path / f"{name}.gguf", name, source, importance=importance)
+        elif name == "Q5_K" or how == "requantized":
+            source = {key: through_q8_0(item) for key, item in weights.items()}
+        path = write_gguf(tmp_path / f"{name}.gguf", name, source, importance=how == "imatrix")
         blobstore.create(path, name.lower(), store=store)
         files[name.lower()] = path.read_bytes()
     frozen = blobstore.freeze(["model", *files], store=store)
@@ -71,6 +74,12 @@ def test_files_of_llama_cpp_take_a_tenth_next_to_their_parent(
             blobstore.export(name, folder, store=place)
             (file,) = folder.rglob("*.gguf")
             assert file.read_bytes() == data
+
+
+def through_q8_0(matrix: Array) -> Array:
+    """Return the weights that a Q8_0 file of others stands for."""
+    blocks = quantized_by_llama_cpp("Q8_0", matrix.astype(np.float32))
+    return gguf.dequantize(blocks.reshape(len(matrix), -1), gguf.GGMLQuantizationType.Q8_0)
 
 
 def write_k_quants(folder: Path) -> tuple[Path, Path]:
