@@ -33,6 +33,7 @@ from blobstore.compression.encoder import encode
 from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span
 from blobstore.core.tensor import DType
+from blobstore.gguf.dequantize import dequantize
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.family_size import stored_bytes
 from tests.real.packages import package
@@ -189,6 +190,28 @@ def next_to_safetensors(folder: Path, weights: Mapping[str, Array]) -> None:
         assert file.read_bytes() == (folder / f"{name}.gguf").read_bytes()
 
 
+def next_to_q8_0(folder: Path, weights: Mapping[str, Array]) -> None:
+    """Print what a ladder without bf16 takes, with the files made from Q8_0 or from the weights themselves."""
+    for how in ("Q8_0", "bf16"):
+        store, names = blobstore.LocalStore(folder / f"from-{how}"), []
+        for name in LADDER[1:]:
+            source = weights
+            if how == "Q8_0" != name:
+                source = {key: through_q8_0(item) for key, item in weights.items()}
+            path = write_gguf(folder / f"{name}-from-{how}.gguf", name, source)
+            blobstore.create(path, name.lower(), store=store)
+            names.append(name.lower())
+        frozen = blobstore.freeze(names, store=store)
+        print(f"\na ladder without bf16, made from {how}: {frozen.stored / frozen.size:.3f}")
+        _print_models(frozen)
+
+
+def through_q8_0(matrix: Array) -> Array:
+    """Return the weights that llama.cpp's Q8_0 of others stands for, as float32."""
+    blocks = quantized_by_llama_cpp("Q8_0", matrix.astype(np.float32))
+    return dequantize("Q8_0", blocks.reshape(len(matrix), -1))
+
+
 def _print_models(frozen: blobstore.Frozen) -> None:
     print("\n| model | of its bytes | parent |\n| --- | --- | --- |")
     for model in frozen.models:
@@ -229,6 +252,7 @@ def main() -> None:
     with workspace(options.folder) as folder:
         ladder(folder, weights)
         next_to_safetensors(folder, weights)
+        next_to_q8_0(folder, weights)
     speed(options.rounds)
 
 

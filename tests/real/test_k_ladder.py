@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import blobstore
-from tests.benchmarks.k_ladder import Array, matrices, write_gguf
+from tests.benchmarks.k_ladder import matrices, through_q8_0, write_gguf
 from tests.benchmarks.ladder import tensors_of
 from tests.real.packages import package
 from tests.real.test_llama_cpp import NAME, answer_of_file, answer_of_store
@@ -74,12 +74,6 @@ def test_files_of_llama_cpp_take_a_tenth_next_to_their_parent(tmp_path: Path, ho
             blobstore.export(name, folder, store=place)
             (file,) = folder.rglob("*.gguf")
             assert file.read_bytes() == data
-
-
-def through_q8_0(matrix: Array) -> Array:
-    """Return the weights that a Q8_0 file of others stands for."""
-    blocks = quantized_by_llama_cpp("Q8_0", matrix.astype(np.float32))
-    return gguf.dequantize(blocks.reshape(len(matrix), -1), gguf.GGMLQuantizationType.Q8_0)
 
 
 def write_k_quants(folder: Path) -> tuple[Path, Path]:
