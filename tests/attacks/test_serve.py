@@ -27,22 +27,29 @@ pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra
 FILE = "/org/model/resolve/main/model.safetensors"
 
 
-@pytest.fixture
-def data(store: LocalStore, tmp_path: Path) -> bytes:
-    """The file of ``org/model``, which is larger than the system's buffers of a connection."""
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """Return a store with ``org/model``, whose file is larger than the system's buffers of a connection."""
+    folder = tmp_path_factory.mktemp("models")
     random = np.random.default_rng(5)
     tensors = {
         f"layers.{number}.weight": random.standard_normal((1024, 2048), dtype=np.float32)
         for number in range(4)
     }
-    folder = write_folder(tmp_path / "source", tensors)
-    create(folder, "org/model", store=store)
-    return (folder / "model.safetensors").read_bytes()
+    store = LocalStore(folder / "store")
+    create(write_folder(folder / "source", tensors), "org/model", store=store)
+    return store
 
 
-@pytest.fixture
-def server(data: bytes, store: LocalStore, tmp_path: Path) -> Iterator[Serving]:
-    with serving(store, tmp_path) as running:
+@pytest.fixture(scope="module")
+def data(models: LocalStore) -> bytes:
+    """Return the file of ``org/model``."""
+    return (models.root.parent / "source" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def server(models: LocalStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(models, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
@@ -201,7 +208,7 @@ def test_no_body_is_waited_for_that_the_head_does_not_allow(
 
 
 def test_a_form_that_does_not_go_on_gives_its_memory_to_others(
-    data: bytes, store: LocalStore, tmp_path: Path
+    data: bytes, models: LocalStore, tmp_path: Path
 ) -> None:
     def form(text: bytes, size: int) -> bytes:
         return (
@@ -211,15 +218,15 @@ def test_a_form_that_does_not_go_on_gives_its_memory_to_others(
 
     limits = {"server.MAX_TEXTS": 1100, "server.BODY_SECONDS": SECONDS}
     small = b'{"paths": []}'.ljust(200)
-    with serving(store, tmp_path, limits=limits) as server, connect(server) as silent:
+    with serving(models, tmp_path, limits=limits) as server, connect(server) as silent:
         silent.sendall(form(b" " * 999, 1000))
         while not select.select([silent], [], [], 0)[0]:  # until it is read, and ended
             assert answer_of(server, form(small, len(small))).startswith(b"HTTP/1.1 200")
         assert not silent.recv(1)
 
 
-def test_answers_take_of_the_same_memory(data: bytes, store: LocalStore, tmp_path: Path) -> None:
-    with serving(store, tmp_path, limits={"server.MAX_TEXTS": 100}) as server:
+def test_answers_take_of_the_same_memory(data: bytes, models: LocalStore, tmp_path: Path) -> None:
+    with serving(models, tmp_path, limits={"server.MAX_TEXTS": 100}) as server:
         for target in ("/api/models/org/model", "/api/models"):
             status, headers, _ = server.request(target)
             assert (status, headers["retry-after"]) == (503, "5")
@@ -308,10 +315,10 @@ def test_a_request_in_the_body_of_another_is_not_answered(server: Serving, frami
 
 
 def test_a_head_or_a_form_that_comes_byte_by_byte_is_let_go(
-    data: bytes, store: LocalStore, tmp_path: Path
+    data: bytes, models: LocalStore, tmp_path: Path
 ) -> None:
     limits = {"server.IDLE_SECONDS": 0.3, "server.BODY_SECONDS": 0.3}
-    with serving(store, tmp_path, limits=limits) as server:
+    with serving(models, tmp_path, limits=limits) as server:
         with contextlib.ExitStack() as held:
             slow = [held.enter_context(connect(server)) for _ in range(50)]
             for letter in b"GET / HTTP/1.1\r\nX: " + b"a" * 2000:
@@ -348,9 +355,9 @@ def answer_of(server: Serving, sent: bytes) -> bytes:
     return answer
 
 
-def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: Path) -> None:
+def test_who_does_not_read_is_let_go(data: bytes, models: LocalStore, tmp_path: Path) -> None:
     limits = {"server.STALL_SECONDS": 2}
-    with serving(store, tmp_path, limits=limits) as server, connect(server) as slow:
+    with serving(models, tmp_path, limits=limits) as server, connect(server) as slow:
         assert answer_of(server, get(FILE)).endswith(data)  # nothing is left to prepare
         slow.sendall(get(FILE))
         while all(entry["bytes"] >= len(data) for entry in server.log() if entry["status"] == 200):
@@ -461,11 +468,11 @@ def test_who_leaves_in_the_middle_leaves_nothing_behind(server: Serving, data: b
 
 
 def test_a_token_that_its_file_lacks_now_is_refused_whatever_else_the_file_has(
-    data: bytes, store: LocalStore, tmp_path: Path
+    data: bytes, models: LocalStore, tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-leaked-token\n")
-    with serving(store, tmp_path, "--token-file", str(tokens)) as server:
+    with serving(models, tmp_path, "--token-file", str(tokens)) as server:
 
         def wait_until(token: str, status: int) -> None:
             deadline = time.monotonic() + SECONDS
