@@ -53,6 +53,8 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
     yield "architecture", f"{render.cell(model.architecture) or 'unknown'}{kind}"
     parameters = render.human_count(model.parameters)
     yield "parameters", f"{parameters} in {render.count_of(len(model.tensors), 'tensor')}"
+    if model.metrics:
+        yield "metrics", render.metrics(model.metrics)
     if model.published_scheme:
         yield "quantization", render.published(model.published_scheme)
     for name, count, size in info.types:
@@ -95,7 +97,7 @@ def _as_json(info: ModelInfo) -> dict[str, Any]:
     model = info.description
     fields = (
         "name=reference format architecture model_type parameters published_scheme bytes=size "
-        "frozen_bytes=frozen_size"
+        "frozen_bytes=frozen_size metrics"
     )
     shown = output.record(model, fields) | output.record(
         info, "digest aliases license bases source"

@@ -10,7 +10,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.output import SIGNATURE_FIELDS
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.errors import Damaged, InvalidReference, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
@@ -25,25 +25,28 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 Order = Literal["name", "size", "shared", "frozen", "modified"]
+_ORDERS = get_args(Order)
 
 _FIELDS = (
     "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified "
-    "published_scheme source error"
+    "published_scheme source metrics error"
 )
 
 
 @click.command("list", short_help="List the models of the store.")
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @options.sort_option(
-    get_args(Order),
-    "Order of the models: by name, largest first, or latest first for modified.",
+    _ORDERS,
+    "Order of the models: by name, largest first, or latest first for modified. Or a metric, such as "
+    "loss, smallest first, or -accuracy, largest first.",
     default="name",
+    others=True,
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List the first N alone.")
 @options.shared("plain-http", "store", "json")
 def command(
     patterns: tuple[str, ...],
-    order: Order,
+    order: str,
     limit: int | None,
     store: LocalStore,
     plain_http: bool | None,
@@ -65,6 +68,9 @@ def command(
     that cannot be read is listed with its error, and the exit code is then 4. A folder of manifests
     that cannot be read is reported, and the exit code is then 1. With --verbose, SIGNED BY says who
     signed a model, as far as the keys of the policy can verify it.
+
+    A metric is a number in the metrics.json of a model, where training keeps those of its steps. Models
+    without it come last.
     """
     from blobstore.operations.describe.list import choose_models
     from blobstore.remotes.addresses import is_address
@@ -83,21 +89,47 @@ def command(
         repositories=_repositories(patterns),
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
+        read_metrics=out.is_json or order not in _ORDERS,
         on_error=unreadable.append,
     )
     _check_found(store, models, patterns, unreadable)
-    if order != "name":
+    metric = ""
+    if order not in _ORDERS:
+        metric = order.removeprefix("-")
+        models = _by_metric(models, metric, is_reverse=order.startswith("-"))
+    elif order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     models, notes = _first(models, limit)
     out.result(
         lambda: _as_json(models, unreadable),
-        _as_table(models) if models else "",
+        _as_table(models, metric) if models else "",
         names=[model.reference for model in models],
         notes=(*arguments.store_notes(store), *notes),
     )
     errors = [listed.error for listed in models if listed.error is not None]
     exit_code = Damaged.exit_code if errors else StoreError.exit_code
     output.exit_with((*errors, *unreadable), exit_code)
+
+
+def _by_metric(
+    models: Sequence[ListedModel], metric: str, *, is_reverse: bool
+) -> Sequence[ListedModel]:
+    """Return models in the order of a metric; those without it come last. Raises UsageError."""
+    found = [model for model in models if metric in model.metrics]
+    if not found:
+        known = sorted({name for model in models for name in model.metrics})
+        raise click.UsageError(
+            f"no model here has a metric {quote(metric)}; there {_listed(known)}, and the orders "
+            f"{', '.join(_ORDERS)}"
+        )
+    found.sort(key=lambda model: model.metrics[metric], reverse=is_reverse)
+    return [*found, *(model for model in models if metric not in model.metrics)]
+
+
+def _listed(metrics: Sequence[str]) -> str:
+    if not metrics:
+        return "are no metrics"
+    return f"{'is' if len(metrics) == 1 else 'are'} {join_some([*map(quote, metrics)], 8)}"
 
 
 def _repositories(patterns: Sequence[str]) -> list[Reference]:
@@ -121,7 +153,7 @@ def _show_remote(
     store: LocalStore,
     addresses: Sequence[str],
     plain_http: bool | None,
-    order: Order,
+    order: str,
     limit: int | None,
     out: Output,
 ) -> None:
@@ -132,7 +164,7 @@ def _show_remote(
     entries = read_remote_catalog(addresses[0], plain_http=plain_http, kept_in=store)
     models: Sequence[tuple[RemoteEntry, int]]
     models = list(zip(entries, shared_sizes(entries), strict=True))
-    keys: dict[Order, Callable[[tuple[RemoteEntry, int]], float]] = {
+    keys: dict[str, Callable[[tuple[RemoteEntry, int]], float]] = {
         "size": lambda pair: pair[0].size or 0,
         "shared": lambda pair: pair[1],
         "modified": lambda pair: pair[0].modified or 0,
@@ -235,14 +267,15 @@ def _similar(pattern: str, store: LocalStore) -> str:
     return ""
 
 
-def _as_table(models: Sequence[ListedModel]) -> str:
+def _as_table(models: Sequence[ListedModel], metric: str) -> str:
     sizes = {"SIZE": "size", "SHARED": "shared"}
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"
     from blobstore.operations.sign.report import describe_signers
 
     has_published = any(model.published_scheme for model in models)
-    more = ["QUANTIZATION"] * has_published + ["SIGNED BY"] * output.is_verbose()
+    more = [render.cell(metric.upper())] if metric else []
+    more += ["QUANTIZATION"] * has_published + ["SIGNED BY"] * output.is_verbose()
     rows = [
         (
             render.cell(model.reference),
@@ -252,6 +285,7 @@ def _as_table(models: Sequence[ListedModel]) -> str:
                 for key in sizes.values()
             ),
             render.human_age(model.modified),
+            *([_metric_of(model, metric)] if metric else []),
             *([render.published(model.published_scheme)] if has_published else []),
             *([render.cell(describe_signers(model.signatures)) or "-"] * output.is_verbose()),
         )
@@ -260,3 +294,7 @@ def _as_table(models: Sequence[ListedModel]) -> str:
     broken = [row for row, model in enumerate(models) if model.error]
     headings = ("NAME", "ID", *sizes, "MODIFIED", *more)
     return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)
+
+
+def _metric_of(model: ListedModel, metric: str) -> str:
+    return render.metric(model.metrics[metric]) if metric in model.metrics else "-"

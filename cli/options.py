@@ -275,12 +275,24 @@ def older_than_option(text: str) -> _Decorator:
     return click.option("--older-than", metavar="TIME", callback=parse_duration, help=text)
 
 
-def sort_option(keys: Iterable[str], text: str, *, default: str | None = None) -> _Decorator:
-    """Add the option --sort, the argument ``order``, with its help text."""
+class _ChoiceOrOther(click.Choice[str]):
+    """A choice that also takes other texts."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(value, param, ctx) if value in self.choices else value
+
+
+def sort_option(
+    keys: Iterable[str], text: str, *, default: str | None = None, others: bool = False
+) -> _Decorator:
+    """Add the option --sort, the argument ``order``, with its help text.
+
+    With ``others``, it takes any other text, too.
+    """
     return click.option(
         "--sort",
         "order",
-        type=click.Choice(list(keys)),
+        type=(_ChoiceOrOther if others else click.Choice)(list(keys)),
         default=default,
         show_default=default is not None,
         help=text,

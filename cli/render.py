@@ -17,7 +17,7 @@ import click
 from blobstore.core.escape import MAX_SHOWN, escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from blobstore.manifests.source_record import SourceRecord
 
@@ -189,3 +189,13 @@ def _scaled(count: int, units: Sequence[str]) -> str:
             break
         number /= _STEP
     return f"{shown} {unit}"
+
+
+def metric(value: float) -> str:
+    """Return a metric in up to six digits."""
+    return f"{value:.6g}"
+
+
+def metrics(values: Mapping[str, float]) -> str:
+    """Return the metrics of a model on a line."""
+    return ", ".join(f"{cell(name)} {metric(value)}" for name, value in values.items())

@@ -51,7 +51,8 @@ def command(
 
     With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
     3". With both, those that neither keeps. An alias, such as run:best next to run:500 with the same
-    manifest, does not count, and neither it nor its model is removed.
+    manifest, does not count, and neither it nor its model is removed. The two names of a training step,
+    such as run:500 and run:500.state, count as one.
     """
     from blobstore.remotes.addresses import is_address
 

@@ -183,6 +183,8 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterat
 
         signers = render.cell(describe_signers(model.signatures))
         yield f"{'signatures:' if model.signatures is None else 'signed by'} {signers}"
+    if model.metrics:
+        yield f"metrics: {render.metrics(model.metrics)}"
     cells = [_cells(view, row) for row in rows]
     yield render.table(headings, cells, right=numbers, alarming=alarming)
     yield ", ".join(_totals(model, view, rows))
@@ -247,7 +249,7 @@ def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[s
         listed = output.records(rows, _BLOB_FIELDS)
     fields = (
         "name=reference format architecture model_type parameters published_scheme bytes=size "
-        "frozen_bytes=frozen_size"
+        "frozen_bytes=frozen_size metrics"
     )
     faults = output.records(model.faults, f"{_BLOB_FIELDS} message=fault")
     signatures = None

@@ -5,7 +5,7 @@ It is JSON, described in docs/reference/format.md. Values are those of :mod:`blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
@@ -14,6 +14,8 @@ from blobstore.errors import BlobDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from blobstore.manifests.reference import Reference
 
 RECORD_FILE: Final = "training_state.json"
 METRICS_FILE: Final = "metrics.json"
@@ -82,6 +84,21 @@ class StepRecord:
                     f"{RECORD_FILE} has version {version}, which is newer than this program"
                 )
         raise BlobDamaged(f"{RECORD_FILE} is not the record of a step: {quote(str(value)[:80])}")
+
+
+def state_of(reference: Reference) -> Reference:
+    """Return the name that has all of a step."""
+    return replace(reference, tag=f"{reference.tag}{STATE}")
+
+
+def is_state(reference: Reference) -> bool:
+    """Return whether a name is that of all of a step."""
+    return reference.tag.endswith(STATE)  # no tag begins with a dot
+
+
+def step_of(reference: Reference) -> Reference:
+    """Return the name of the step that a name belongs to."""
+    return replace(reference, tag=reference.tag.removesuffix(STATE))
 
 
 def stored_name(key: str, model: str) -> str:

@@ -207,18 +207,25 @@ class LocalStore(local.LocalStore):
         self,
         *,
         read_sources: bool = False,
+        read_metrics: bool = False,
         on_error: Callable[[StoreError], object] | None = None,
     ) -> tuple[ListedModel, ...]:
         """Return all models of the store, sorted by name, as :func:`blobstore.list`.
 
         Args:
             read_sources: read what the models were imported from too.
+            read_metrics: read the metrics of the models too.
             on_error: called with the error of each folder of manifests that cannot be read.
 
         Raises:
             StoreError: the store is not a folder or cannot be read.
         """
-        return list_models(store=self, read_sources=read_sources, on_error=on_error)
+        return list_models(
+            store=self,
+            read_sources=read_sources,
+            read_metrics=read_metrics,
+            on_error=on_error,
+        )
 
     def open(
         self,

@@ -28,13 +28,21 @@ from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageEr
 from blobstore.integrations.torch_checkpoint.values import KINDS
 from blobstore.manifests.plain_values import decode
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import RECORD_FILE, STATE, StepRecord, stored_name
+from blobstore.manifests.step_record import (
+    RECORD_FILE,
+    StepRecord,
+    state_of,
+    stored_name,
+)
 from blobstore.objects.address import is_address
 from blobstore.operations.open import open_model
 from blobstore.safetensors.torch import empty_tensor
+from blobstore.store.catalog import read_catalog
+from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
@@ -108,14 +116,25 @@ class StoreReader(StorageReader):
 
     def _opened(self) -> Model[torch.Tensor]:
         """Open the name that has all of the step, or if there is none, the name that is given."""
-        state = f"{Reference.of(self._reference)}{STATE}"
-        for name in (state, self._reference):
+        for name in (*self._states(), self._reference):
             with contextlib.suppress(ModelNotFound):
                 if is_address(self._store):
                     address = f"{str(self._store).rstrip('/')}/{name}"
                     return open_model(address, framework="torch", verify=self._verify)
                 return open_model(name, store=self._store, framework="torch", verify=self._verify)
         raise ModelNotFound(f"there is no step {quote(self._reference)}")
+
+    def _states(self) -> Iterator[str]:
+        """Yield the names that may have all of the step; those of the model that an alias is of, too."""
+        reference = Reference.of(self._reference)
+        yield str(state_of(reference))
+        if is_address(self._store):
+            return
+        entries = list(read_catalog(LocalStore.of(self._store)).of_repositories([reference]))
+        digest = next((one.digest for one in entries if one.reference == reference), None)
+        for entry in entries:
+            if digest is not None and entry.digest == digest:
+                yield str(state_of(entry.reference))
 
     def _read_record(self, model: Model[torch.Tensor]) -> StepRecord:
         """Return the record of a step, or for any other model one in which its tensors are the model."""

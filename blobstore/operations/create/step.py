@@ -7,7 +7,6 @@ command works with them. See docs/internals/decisions/0017-steps-are-two-models.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from blobstore.core import strict_json
@@ -18,8 +17,8 @@ from blobstore.manifests import media_types
 from blobstore.manifests.step_record import (
     METRICS_FILE,
     RECORD_FILE,
-    STATE,
     is_of_model,
+    state_of,
     stored_name,
 )
 from blobstore.operations.create.create import add_files, publish_blobs
@@ -167,11 +166,6 @@ class StepPlan:
         ]
         publish_blobs(store, ingest, [model.data for model in new])
         store.names.install(new, ingest=ingest, is_brought=False)
-
-
-def state_of(reference: Reference) -> Reference:
-    """Return the name that has all of a step."""
-    return replace(reference, tag=f"{reference.tag}{STATE}")
 
 
 def _metrics_json(metrics: Mapping[str, Any]) -> bytes:

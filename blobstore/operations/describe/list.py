@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import BlobId
 from blobstore.errors import Damaged
+from blobstore.models import metrics
 from blobstore.models.published import scheme_in
 from blobstore.operations.sign.report import signatures_of
 from blobstore.operations.sign.require_trust import policy_keys
@@ -17,7 +18,7 @@ from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError, StoreError
@@ -48,6 +49,8 @@ class ListedModel:
     """What the model was imported from, if that was asked for and is known."""
     signatures: tuple[CheckedSignature, ...] = ()
     """The signatures of the model, checked with the keys of the policy, if that was asked for."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of its ``metrics.json``, such as the loss of a training step, if that was asked for."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 
@@ -62,6 +65,7 @@ def list_models(
     store: StoreLike = None,
     read_sources: bool = False,
     read_signatures: bool = False,
+    read_metrics: bool = False,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[ListedModel, ...]:
     """Return all models of a store, sorted by name. Returns none if the store does not exist.
@@ -72,6 +76,7 @@ def list_models(
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         read_sources: read what the models were imported from too.
         read_signatures: read who signed the models too.
+        read_metrics: read the metrics of the models too.
         on_error: called with the error of each folder of manifests that cannot be read, which is then
             skipped; by default the first of these errors is raised.
 
@@ -80,7 +85,11 @@ def list_models(
     """
     store = LocalStore.of(store)
     return choose_models(
-        store, read_sources=read_sources, read_signatures=read_signatures, on_error=on_error
+        store,
+        read_sources=read_sources,
+        read_signatures=read_signatures,
+        read_metrics=read_metrics,
+        on_error=on_error,
     )
 
 
@@ -91,6 +100,7 @@ def choose_models(
     repositories: Collection[Reference] = (),
     read_sources: bool,
     read_signatures: bool,
+    read_metrics: bool,
     on_error: Callable[[StoreError], object] | None,
 ) -> tuple[ListedModel, ...]:
     """Return those models that are chosen by name and digest, as :func:`list_models` does.
@@ -128,10 +138,15 @@ def choose_models(
             published_scheme=scheme,
             source=_source(store, entry) if read_sources else None,
             signatures=signatures_of(store, digest, keys) if read_signatures else (),
+            metrics=_metrics(store, entry) if read_metrics else {},
         )
 
     entries = catalog.of_repositories(repositories) if repositories else catalog
     return tuple(listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
+
+
+def _metrics(store: LocalStore, entry: CatalogEntry) -> Mapping[str, float]:
+    return {} if entry.manifest is None else metrics.read_metrics(store, entry.manifest)
 
 
 def _source(store: LocalStore, entry: CatalogEntry) -> SourceRecord | None:

@@ -15,6 +15,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
+from blobstore.models.metrics import read_metrics
 from blobstore.models.model_card import config_of_source
 from blobstore.models.published import published_scheme
 from blobstore.models.small_files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
@@ -116,6 +117,8 @@ class ModelDescription:
     """What a user should know about how the model is served."""
     signatures: tuple[CheckedSignature, ...] | None = None
     """The signatures of the model, checked with the keys of the policy; None for a remote model."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of its ``metrics.json``, such as the loss of a training step."""
 
     @property
     def parameters(self) -> int:
@@ -191,6 +194,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
         architecture=next(filter(None, (first_text(config, key) for key in keys)), ""),
         model_type=first_text(config, "model_type"),
         published_scheme=published_scheme(store, manifest) or None,
+        metrics=read_metrics(store, manifest),
         size=sum(blob.size for blob in manifest.blobs),
         frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
         blobs=tuple(

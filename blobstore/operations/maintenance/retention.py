@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.errors import UsageError
+from blobstore.manifests.step_record import is_state, step_of
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
@@ -27,7 +28,8 @@ def expired_models(
 
     Models are grouped by name without the tag. If several tags of a name have one manifest, the oldest chosen one
     is the model's own, and the others are aliases, such as ``best``: they do not count, and neither they nor their
-    models are removed. A manifest that cannot be read is kept.
+    models are removed. A training step and its state, ``run:step-1`` and ``run:step-1.state``, count as one model
+    that is as new as the newer one, and an alias protects both. A manifest that cannot be read is kept.
 
     Args:
         references: the models to choose from.
@@ -46,21 +48,51 @@ def expired_models(
         raise UsageError(f"keep_last must be at least 0, got {keep_last}")
     store = LocalStore.of(store)
     chosen = {entry.reference for entry in read_entries(store, references)}
+    groups: dict[tuple[str, ...], list[list[_Named]]] = {}
+    steps, protected = _steps(store, chosen)
+    for step, names in steps.items():
+        groups.setdefault(step.parts[:-1], []).append(sorted(names, reverse=True))
+    limit = time.time() - (older_than or 0)
+    expired: list[_Named] = []
+    for group in groups.values():
+        for names in sorted(group, reverse=True)[keep_last or 0 :]:
+            is_old = older_than is None or names[0].modified < limit
+            if is_old and step_of(names[0].reference) not in protected:
+                expired += names
+    return [one.reference for one in sorted(expired)]
+
+
+class _Named(NamedTuple):
+    """A name, and when it was given."""
+
+    modified: float
+    reference: Reference
+
+
+def _steps(
+    store: LocalStore, chosen: Collection[Reference]
+) -> tuple[dict[Reference, list[_Named]], set[Reference]]:
+    """Return the chosen names of each step, without aliases, and the steps that an alias protects."""
+    named: dict[tuple[tuple[str, ...], Digest], list[_Named]] = {}
     # Aliases protect a model whether they are among the chosen ones or not.
-    tags: dict[tuple[tuple[str, ...], Digest], list[tuple[float, Reference]]] = {}
     for entry in read_catalog(store).of_repositories(chosen):
         if entry.digest is not None:
-            named = entry.modified, entry.reference
-            tags.setdefault((entry.reference.parts[:-1], entry.digest), []).append(named)
-    groups: dict[tuple[str, ...], list[tuple[float, Reference, bool]]] = {}
-    for (repository, _), names in tags.items():
-        own = min((one for one in names if one[1] in chosen), default=None)
-        if own is not None:
-            groups.setdefault(repository, []).append((*own, len(names) > 1))
-    limit = time.time() - (older_than or 0)
-    expired: list[tuple[float, Reference]] = []
-    for models in groups.values():
-        for modified, reference, has_alias in sorted(models, reverse=True)[keep_last or 0 :]:
-            if not has_alias and (older_than is None or modified < limit):
-                expired.append((modified, reference))
-    return [reference for _, reference in sorted(expired)]
+            found = _Named(entry.modified, entry.reference)
+            named.setdefault((entry.reference.parts[:-1], entry.digest), []).append(found)
+
+    def oldest(names: list[_Named]) -> _Named:
+        return min((one for one in names if one.reference in chosen), default=min(names))
+
+    first = {oldest(names).reference for names in named.values()}
+    # A name with a state of its own is a step, even if another step has the same weights.
+    with_state = {step_of(reference) for reference in first if is_state(reference)}
+    steps: dict[Reference, list[_Named]] = {}
+    protected: set[Reference] = set()
+    for names in named.values():
+        own = [one for one in names if one.reference in with_state] or [oldest(names)]
+        for one in own:
+            if one.reference in chosen:
+                steps.setdefault(step_of(one.reference), []).append(one)
+            if len(own) < len(names):
+                protected.add(step_of(one.reference))
+    return steps, protected

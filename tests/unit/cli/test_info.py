@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from blobstore import save
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 from tests.support.ollama_store import add_gguf_model
@@ -107,3 +108,12 @@ def test_a_missing_blob_is_reported(stored: LocalStore) -> None:
     assert result.stdout.startswith("name ")
     assert "blobstore: error: model dense:latest: layer " in result.stderr
     assert json.loads(run("info", "dense", "--json", exit_code=4).stdout)["faults"]
+
+
+def test_metrics_are_shown(store: LocalStore) -> None:
+    metrics = {"loss": 1.2345678, "step\x1b[1m": 1000}
+    save({"w": np.zeros(3)}, "run:1", files={"metrics.json": metrics}, store=store)
+    assert rows("run:1")["metrics"] == "loss 1.23457, step\\x1b[1m 1000"
+    assert run_json("info", "run:1")["metrics"] == metrics
+    assert "metrics: loss 1.23457, step" in run("show", "run:1").stdout
+    assert run_json("show", "run:1")["metrics"] == metrics

@@ -4,8 +4,10 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import blobstore
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
@@ -169,3 +171,52 @@ def test_lists_no_more_models_than_asked_for(stored: LocalStore, moe: Path) -> N
     names = [model["name"] for model in run_json("list", "--limit", "2")["models"]]
     assert names == ["dense:latest", "moe:latest"]
     assert run("list", "--limit", "3").stderr == ""
+
+
+@pytest.fixture
+def steps(store: LocalStore) -> LocalStore:
+    """Models with a loss, and one without any metric."""
+    for name, metrics in (
+        ("run:1", {"loss": 2.5, "accuracy": 0.1}),
+        ("run:2", {"loss": 1.25, "accuracy": 0.3}),
+        ("run:3", {"loss": 1.75}),
+    ):
+        tensors = {"w": np.full(3, metrics["loss"])}
+        blobstore.save(tensors, name, files={"metrics.json": metrics}, store=store)
+    blobstore.save({"w": np.zeros(3)}, "other", store=store)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [
+        ("loss", ["run:2", "run:3", "run:1", "other:latest"]),
+        ("-loss", ["run:1", "run:3", "run:2", "other:latest"]),
+        ("-accuracy", ["run:2", "run:1", "other:latest", "run:3"]),
+    ],
+)
+def test_sorts_by_a_metric(steps: LocalStore, order: str, names: list[str]) -> None:
+    assert run("list", "--sort", order, "-q").stdout.split() == names
+    heading, first, *_ = run("list", "--sort", order).stdout.splitlines()
+    assert heading.split()[-1] == order.removeprefix("-").upper()
+    assert first.split()[0] == names[0]
+    models = run_json("list", "--sort", order, "--limit", "1")["models"]
+    assert [model["name"] for model in models] == names[:1]
+    assert models[0]["metrics"]["loss"] in (1.25, 2.5)
+
+
+def test_an_unknown_metric_lists_those_that_there_are(steps: LocalStore) -> None:
+    result = run("list", "--sort", "perplexity", exit_code=2)
+    assert "no model here has a metric 'perplexity'" in result.stderr
+    assert "'accuracy'" in result.stderr
+    assert "'loss'" in result.stderr
+    assert "there are no metrics" in run("list", "other", "--sort", "loss", exit_code=2).stderr
+
+
+def test_what_is_not_a_finite_number_is_no_metric(store: LocalStore) -> None:
+    text = b'{"loss":1,"name":"x","flag":true,"list":[1],"low":null}'
+    blobstore.save({"w": np.zeros(1)}, "a", files={"metrics.json": text}, store=store)
+    blobstore.save({"w": np.zeros(1)}, "b", files={"metrics.json": b"[1]"}, store=store)
+    blobstore.save({"w": np.zeros(1)}, "c", files={"metrics.json": b'{"loss":NaN}'}, store=store)
+    found = [model["metrics"] for model in run_json("list")["models"]]
+    assert found == [{"loss": 1}, {}, {}]

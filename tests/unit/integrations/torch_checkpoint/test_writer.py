@@ -115,6 +115,12 @@ def test_a_model_that_was_not_trained_here_can_be_loaded(tmp_path: Path) -> None
     assert_equal(loaded(tmp_path, {"w": torch.zeros(2)}, "base"), {"w": torch.ones(2)})
 
 
+def test_an_alias_of_the_model_loads_all_of_its_step(tmp_path: Path) -> None:
+    saved(tmp_path, state(), "run:1", model="model")
+    blobstore.copy("run:1", "run:best", store=tmp_path)
+    assert loaded(tmp_path, {"step": None}, "run:best") == {"step": 3}
+
+
 def test_the_model_can_be_loaded_when_the_state_was_removed(tmp_path: Path) -> None:
     saved(tmp_path, state(), model="model")
     blobstore.remove(["run:1.state"], store=tmp_path)

@@ -65,6 +65,39 @@ def test_a_fresh_alias_ousts_no_newer_model(store: LocalStore) -> None:
     assert expired(store, keep_last=2) == []
 
 
+@pytest.fixture
+def steps(tmp_path: Path) -> LocalStore:
+    """Steps of a run with their states, of which the one of step N is N days old; all have the same weights but 3."""
+    store, now = LocalStore(tmp_path / "steps"), time.time()
+    for step in (1, 2, 3, 4):
+        for name, value in ((f"run:s{step}.state", step), (f"run:s{step}", 10 * (step == 3))):
+            frozen.put(store, name, {"w": value})
+            moment = now - step * DAY
+            os.utime(store.manifest_path(name), (moment, moment))
+    return store
+
+
+def test_a_step_and_its_state_count_as_one(steps: LocalStore) -> None:
+    assert expired(steps, keep_last=2) == ["run:s4", "run:s4.state", "run:s3", "run:s3.state"]
+    assert expired(steps, keep_last=4) == []
+    assert expired(steps, older_than=3.5 * DAY) == ["run:s4", "run:s4.state"]
+
+
+def test_states_alone_can_be_removed(steps: LocalStore) -> None:
+    states = [name for name in steps.references() if name.tag.endswith(".state")]
+    found = expired_models(states, keep_last=3, store=steps)
+    assert list(map(str, found)) == ["run:s4.state"]
+
+
+@pytest.mark.parametrize("alias", ["run:best", "run:best.state"])
+def test_an_alias_protects_a_step_and_its_state(steps: LocalStore, alias: str) -> None:
+    copy_model("run:s3.state" if alias.endswith(".state") else "run:s3", alias, store=steps)
+    assert expired(steps, keep_last=1) == ["run:s4", "run:s4.state", "run:s2", "run:s2.state"]
+    states = [name for name in steps.references() if name.tag.endswith(".state")]
+    found = expired_models(states, keep_last=1, store=steps)
+    assert list(map(str, found)) == ["run:s4.state", "run:s2.state"]
+
+
 def test_a_manifest_that_cannot_be_read_is_kept(store: LocalStore) -> None:
     store.manifest_path("run:v2").write_bytes(b"{")
     assert "run:v2" not in expired(store, keep_last=0)
