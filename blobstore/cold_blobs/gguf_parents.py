@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     Layers = Mapping[str, Descriptor]
     Array = np.ndarray[Any, Any]
+    _Samples = dict[tuple[int, int], list[tuple["_Candidate", Array]]]
+    """Unit vectors of the weights of candidates, by the number of weights and the length of a sample."""
 
 _MAX_HEADER: Final = 1 << 16
 """Bytes of the header of a blob with one tensor, at most."""
@@ -72,14 +74,6 @@ class _Candidate(NamedTuple):
 
     blob: Descriptor
     header: Header
-
-
-class _Samples(NamedTuple):
-    """The tensors of candidates that have one number of weights."""
-
-    candidates: list[_Candidate]
-    vectors: list[Array]
-    """A unit vector of weights of each, all of the same length."""
 
 
 class ParentFinder:
@@ -182,7 +176,7 @@ class ParentFinder:
     ) -> Iterator[tuple[_Child, BlobId]]:
         """Yield children with their parents."""
         samples = self._samples(models)
-        weights = {one.blob.digest for sample in samples.values() for one in sample.candidates}
+        weights = {one.blob.digest for known in samples.values() for one, _ in known}
         found: set[Digest] = set()
         # Blocks that may be parents come first: with a parent, they are none.
         for child in sorted(children, key=lambda child: child.blob.digest not in weights):
@@ -198,12 +192,12 @@ class ParentFinder:
                 found.add(child.blob.digest)
                 yield child, parent
 
-    def _samples(self, models: Iterable[Layers]) -> Mapping[tuple[int, int], _Samples]:
-        """Return samples of the weights of candidates, by their number and the length of a sample."""
+    def _samples(self, models: Iterable[Layers]) -> _Samples:
+        """Return samples of the weights of candidates."""
         lengths: dict[int, set[int]] = defaultdict(set)
         for child in self._children:
             lengths[child.weight.elements].add(child.weight.sampled)
-        samples: dict[tuple[int, int], _Samples] = defaultdict(lambda: _Samples([], []))
+        samples: _Samples = defaultdict(list)
         for candidate in self._candidates(models):
             base = self._store.base(*candidate.blob.id)
             for source in sources_in(candidate.header):
@@ -217,8 +211,7 @@ class ParentFinder:
                 for place, length in sorted(places):
                     with contextlib.suppress(BlobstoreError):
                         vector = place.unit_vector(base, length)
-                        samples[place.elements, length].vectors.append(vector)
-                        samples[place.elements, length].candidates.append(candidate)
+                        samples[place.elements, length].append((candidate, vector))
         return samples
 
     def _places(self, source: Source, count: int, name: str) -> list[Source]:
@@ -231,23 +224,21 @@ class ParentFinder:
             return [source] if count <= 2 * source.elements else []
         return source.parts(count)[:_MOST_PARTS]
 
-    def _similar(
-        self, child: _Child, samples: Mapping[tuple[int, int], _Samples]
-    ) -> list[_Candidate]:
+    def _similar(self, child: _Child, samples: _Samples) -> list[_Candidate]:
         """Return the candidates with weights in the direction of a child's, or of its first rows."""
         import numpy as np
 
         read = self._store.base(*child.blob.id).read_into
         weight, similar = child.weight, []
-        for (count, length), (candidates, vectors) in samples.items():
+        for (count, length), known in samples.items():
             rows, rest = divmod(count, weight.columns)
             is_part = rows < weight.rows and weight.is_divisible and self._counts[weight.elements]
             if length != weight.sampled or rest or not (count == weight.elements or is_part):
                 continue
             part = weight.part(0, rows) if is_part else weight
-            cosines = np.stack(vectors) @ part.unit_vector(read)
+            cosines = np.stack([vector for _, vector in known]) @ part.unit_vector(read)
             nearest = np.argsort(-cosines, kind="stable")[:_MAX_COMPARED].tolist()
-            similar += [candidates[at] for at in nearest if cosines[at] >= _MIN_COSINE]
+            similar += [known[at][0] for at in nearest if cosines[at] >= _MIN_COSINE]
         return similar
 
     def _best_parent(

@@ -43,10 +43,7 @@ def find_rules(
             continue
         for number, name in enumerate(weight.tensors):
             rules[name] = [
-                match._replace(
-                    found=match.found
-                    and match.found._replace(rule=weight.rule_of(match.found.rule, number))
-                )
+                match._replace(found=match.found and match.found.of_tensor(number))
                 for match in matches
             ]
     return rules

@@ -86,12 +86,6 @@ class ScaledWeight(Weight):
             for quotient in FLOATS:
                 yield replace(rule, cast=quotient)
 
-    def rule_of(self, rule: Rule, number: int) -> Rule:
-        """Return the rule of one of the tensors for that of the codes."""
-        from blobstore.compression.scaled_rules import AffineRule
-
-        return replace(rule, tensor=number) if isinstance(rule, AffineRule) else rule
-
     def _float8_rule(self, read: Read, dtype: DType, block: tuple[int, int]) -> Float8Rule:
         """Return the rule of 8-bit floats with scales of ``block``, rows and columns."""
         from blobstore.compression.quant_rule import weights_of

@@ -121,6 +121,14 @@ class Found(NamedTuple):
     """Offset of the weights in the base."""
     rule: Rule
 
+    def of_tensor(self, number: int) -> Found:
+        """Return how another tensor of the same weight follows."""
+        from blobstore.compression.scaled_rules import AffineRule
+
+        if isinstance(self.rule, AffineRule):
+            return self._replace(rule=replace(self.rule, tensor=number))
+        return self
+
     def applied_to(self, span: Span) -> Span:
         """Return a span whose bytes follow so. Rules predict bytes, whatever the type of the elements is."""
         return span._replace(dtype=DType.U8, base_begin=self.begin, rule=self.rule)
@@ -168,10 +176,6 @@ class Weight(ABC):
     def best_rule(self, sample: Sample, rule: Rule) -> Found | None:
         """Return how the codes follow by a rule; None if they do not."""
         return sample.found(rule, MAX_DIFFERING)
-
-    def rule_of(self, rule: Rule, number: int) -> Rule:  # noqa: ARG002 - weights of several tensors need it
-        """Return the rule of one of the tensors for that of the codes."""
-        return rule
 
     def part(self, first: int, rows: int) -> Self:
         """Return some of the rows."""
@@ -238,7 +242,7 @@ class Sample(NamedTuple):
             mine = np.frombuffer(sample, np.uint8)
             theirs = rule.expect(self._read_base, offset, mine)
             differing += int(np.count_nonzero(mine != theirs))
-            total += len(mine) - rule.kept_size(len(mine))
+            total += len(mine) - len(mine) // rule.kind.size * rule.kept
         return differing / total
 
     def _read_base(self, at: int, count: int) -> Array:
@@ -309,6 +313,8 @@ class WeightSearch:
             found = weight.best_rule(sample, rule)
             if found is not None and (best is None or found.differing < best.differing):
                 best = found
+            if best is not None and not best.differing:
+                break
         return best
 
 

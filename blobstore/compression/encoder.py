@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from blobstore.compression.quant_rule import Rule
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
-    from blobstore.gguf.types import GgufType
 
     Array = np.ndarray[Any, Any]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -116,8 +115,7 @@ def encode(
         packed = _packed(span)
         if packed is not None and part.same_as is None:
             write(packed)
-        keeps_scales = span.rule is not None and span.rule.keeps_scales
-        encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
+        encoder = _ChunkEncoder(span, level)
         first = len(chunks)
         for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
@@ -169,26 +167,15 @@ def size_by_rule(data: memoryview, span: Span, base: BaseBlob, level: Level) -> 
     begin = (part.chunks - 1) // 2 * part.chunk_size
     chunk = _aligned(data[begin : begin + part.chunk_size], part.width)
     predicted = None if prediction is None else prediction.read(begin, len(chunk))
-    keeps_scales = span.rule is not None and span.rule.keeps_scales
-    encoder = _ChunkEncoder(span.dtype, level, span.blocks, keeps_scales=keeps_scales)
-    entry, _ = encoder.encode(chunk, predicted)
+    entry, _ = _ChunkEncoder(span, level).encode(chunk, predicted)
     return entry.stored_size * span.size / len(chunk) + len(_packed(span) or b"")
 
 
 class _ChunkEncoder:
     """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 
-    def __init__(
-        self,
-        dtype: DType | None,
-        level: Level,
-        blocks: GgufType | None = None,
-        *,
-        keeps_scales: bool = False,
-    ) -> None:
-        self._dtype = dtype
-        self._blocks = blocks
-        self._keeps_scales = keeps_scales
+    def __init__(self, span: Span, level: Level) -> None:
+        self._span = span
         self._level: Level = level
         self._pipelines: Sequence[Pipeline] = ()
         self._ratio = 0.0
@@ -210,10 +197,10 @@ class _ChunkEncoder:
         choice = choose_pipelines(
             chunk,
             predicted,
-            self._dtype,
+            self._span.dtype,
             self._level,
-            self._blocks,
-            keeps_scales=self._keeps_scales,
+            self._span.blocks,
+            keeps_scales=self._span.rule is not None and self._span.rule.keeps_scales,
         )
         self._pipelines, self._ratio_alone = choice.pipelines, choice.ratio_alone
         self.size_alone += self._ratio_alone * len(chunk)

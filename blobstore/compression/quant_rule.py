@@ -99,6 +99,11 @@ class Rule(ABC):
         return 0
 
     @property
+    def kept(self) -> int:
+        """Bytes of a block that are not predicted."""
+        return 0
+
+    @property
     @abstractmethod
     def kind(self) -> GgufType:
         """The weights that bytes of the part are computed from together, and how many bytes these are."""
@@ -136,10 +141,6 @@ class Rule(ABC):
     def source_size(self, size: int) -> int:
         """Return how many bytes of the base become ``size`` bytes of the part."""
         return size_of_weights(self.dtype, size // self.kind.size * self.kind.weights)
-
-    def kept_size(self, size: int) -> int:  # noqa: ARG002 - rules that keep scales need it
-        """Return how many bytes of ``size`` bytes of the part are not predicted."""
-        return 0
 
     def expect(self, read: Read, offset: int, known: Bytes) -> Bytes:
         """Return what is predicted for bytes from ``offset`` on, of which scales that are kept are known.
@@ -197,12 +198,10 @@ class QuantRule(Rule):
             return None
         return cls(kind.name, dtype, columns, head, keeps_scales, cast)
 
-    def kept_size(self, size: int) -> int:
-        """Return how many bytes of ``size`` bytes of blocks are not predicted."""
-        if not self.keeps_scales:
-            return 0
-        kept = self.kind.size - len(codes_of(self.type_name))
-        return size // self.kind.size * kept
+    @property
+    def kept(self) -> int:
+        """Bytes of a block that are not predicted."""
+        return self.kind.size - len(codes_of(self.type_name)) if self.keeps_scales else 0
 
     def is_possible(self, size: int, chunk_size: int = 0) -> bool:
         """Return whether ``size`` bytes can be whole blocks, and whole heads if rows are permuted.

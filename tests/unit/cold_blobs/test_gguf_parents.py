@@ -87,9 +87,8 @@ def test_a_ladder_is_kept_as_rules_of_its_weights(store: LocalStore, dtype: DTyp
 
 def kept(type_name: str) -> int:
     """Return the bytes of scales of a matrix of the size of :func:`source`."""
-    return QuantRule(type_name, DType.F32, keeps_scales=True).kept_size(
-        ROWS * COLUMNS // kind_of(type_name).weights * kind_of(type_name).size
-    )
+    rule = QuantRule(type_name, DType.F32, keeps_scales=True)
+    return ROWS * COLUMNS // rule.kind.weights * rule.kept
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32], ids=lambda item: item.value)
