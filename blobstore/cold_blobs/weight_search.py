@@ -43,6 +43,8 @@ _SAMPLE: Final = 256
 """Weights of a sample of the first and of the last row, if rows have as many."""
 _MAX_SLOTS: Final = 512
 """Parts of a tensor that may be the weights: so many experts, of which two matrices are fused."""
+_MAX_FUSED: Final = 8
+"""The first rows that follow are at least such a part of a weight."""
 
 
 class Source(NamedTuple):
@@ -298,7 +300,10 @@ class WeightSearch:
         """Return what the first rows follow from, and then the others; nothing unless the first ones do."""
         for source in sorted(self._sources, key=lambda item: -item.elements):
             rows = source.elements // weight.columns
-            if not weight.is_divisible or source.elements % weight.columns or rows >= weight.rows:
+            # Smaller parts could be any number.
+            if not weight.is_divisible or _MAX_FUSED * rows < weight.rows:
+                break
+            if source.elements % weight.columns or rows >= weight.rows:
                 continue
             first = weight.part(0, rows)
             if first.places[0][1] >= MIN_PIECE and (found := self._compare(first, source)):
