@@ -16,7 +16,7 @@ from blobstore.core.synonyms import COMMANDS
 from blobstore.errors import InvalidCall, InvalidReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
 FUNCTIONS: Final = {
     "cat": "read_file",
@@ -50,6 +50,7 @@ _ARGUMENTS: Final = {
     **dict.fromkeys(("threads", "workers", "max_workers", "n_jobs"), ("jobs",)),
     **dict.fromkeys(("exist_ok", "replace", "force", "overwrite"), ("force", "overwrite")),
     **dict.fromkeys(("src", "url", "address"), ("source", "remote")),
+    **dict.fromkeys(("as_", "namespace"), ("prefix",)),
     "callback": ("progress",),
 }
 """What other libraries call our arguments; the first that a function has is meant."""
@@ -96,6 +97,14 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
+def check_options(function: Callable[..., Any], options: Mapping[str, object], kind: type) -> None:
+    """Check that ``**options`` has only keys of a TypedDict. Raises InvalidCall."""
+    *own, _ = inspect.signature(function).parameters
+    for word in options:
+        if word not in kind.__annotations__:
+            raise _no_argument(function.__name__, word, (*own, *kind.__annotations__))
+
+
 def advice_on_name(name: str, public: Collection[str]) -> str:
     """Return which public names may be meant by one that does not exist, as the end of an error."""
     if name in vars(errors):
@@ -110,6 +119,15 @@ def advice_on_name(name: str, public: Collection[str]) -> str:
     return f"; {question(near)}" if near else ""
 
 
+def _no_argument(name: str, word: str, parameters: Collection[str]) -> InvalidCall:
+    meant = [one for one in _ARGUMENTS.get(word, ()) if one in parameters][:1]
+    advice = question(meant or most_like(word, parameters, 0.7))
+    return InvalidCall(
+        f"{name}() has no argument {quote(word)}",
+        advice=advice or f"its arguments are {', '.join(parameters)}",
+    )
+
+
 def _wrong_call(
     name: str,
     function: Callable[..., Any],
@@ -121,12 +139,7 @@ def _wrong_call(
     places = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     for word in kwargs:
         if word not in parameters:
-            meant = [one for one in _ARGUMENTS.get(word, ()) if one in parameters][:1]
-            advice = question(meant or most_like(word, parameters, 0.7))
-            return InvalidCall(
-                f"{name}() has no argument {quote(word)}",
-                advice=advice or f"its arguments are {', '.join(parameters)}",
-            )
+            return _no_argument(name, word, parameters)
     if len(args) > len(places):
         extra = args[len(places)]
         if isinstance(extra, str) and not set("*?[").isdisjoint(extra):

@@ -550,7 +550,9 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
     what = "has no weight files" if tree.entries() else "is empty"
     advice = ""
     if deeper := dict.fromkeys(
-        str(PurePath(name).parent) for name in names if name.endswith(".safetensors")
+        str(path.parent)
+        for path in map(PurePath, names)
+        if has_ending(path.name) and not _has_no_model(path.name)
     ):
         advice = f"{tree.label(next(iter(deeper)))} has some"
         if len(deeper) > 1 and tree.is_local:

@@ -15,6 +15,7 @@ from blobstore.core.argument_types import check_type
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
+from blobstore.core.public_calls import check_options
 from blobstore.errors import (
     BlobstoreError,
     NameTaken,
@@ -25,13 +26,15 @@ from blobstore.errors import (
 )
 from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.operations.create.create import import_source, opened_with
+from blobstore.operations.create.create import CreateOptions, import_source, opened_with
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.create.ollama import SCHEME, ollama_models
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import (
     STEP,
+    STEPS,
     cleaned,
+    derived_name,
     is_hub,
     name_in,
     name_of,
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.create.create import Created, CreateOptions
+    from blobstore.operations.create.create import Created
     from blobstore.sources.gguf_models import GgufModel
 
 
@@ -146,6 +149,7 @@ def create_all(
         UsageError: a name is given that has a tag, all models have names of their own, or an option is of a
             wrong type.
     """
+    check_options(create_all, options, CreateOptions)
     store = LocalStore.of(store)
     first: dict[str, Path | str] = {}
     results = []
@@ -161,11 +165,13 @@ def create_all(
     weights, is_quantized = choices.source.weights, choices.quantize.quant_type is not None
     in_folder = None if name is None else _without_tag(Reference.of(name))
     models = [it for it in find_models(folder, in_folder) if it.matches(weights)]
+    steps = (it.source for it in models if isinstance(it.source, Path))
+    runs = {path.parent for path in steps if STEP.fullmatch(path.name)}
     with Downloads(store, is_quantized=is_quantized, is_shared=True) as downloads:
         for number, model in enumerate(models, start=1):
             name, created, error = model.name, None, None
             try:
-                reference = Reference.parse(name)
+                reference = derived_name(name, model.source)
                 if prefix is not None:
                     reference = reference.under(prefix)
                 name = str(reference)
@@ -176,7 +182,10 @@ def create_all(
                     step = progress and partial(
                         _report, progress, f"{number} of {len(models)} models, {name}"
                     )
-                    read = replace(choices.source, weights=model.weights or weights)
+                    exclude = choices.source.exclude + (STEPS,) * (model.source in runs)
+                    read = replace(
+                        choices.source, weights=model.weights or weights, exclude=exclude
+                    )
                     own = choices._replace(source=read)
                     created = _create(downloads, model.source, reference, store, step, own, options)
                     # The models that it leaves out are imported too.
@@ -308,7 +317,9 @@ def _models_below(folder: Path) -> Iterator[Path]:
     # In the order of steps, because the newest one is that which was imported last.
     for path in sorted(folder.iterdir(), key=step_order):
         if path.is_dir() and not path.name.startswith(".") and path.name not in own:
-            inside = [path] if _is_model(path) else sorted(path.iterdir(), key=step_order)
+            inside = sorted(path.iterdir(), key=step_order)
+            if _is_model(path):  # perhaps the last one of a run
+                inside = [path, *(it for it in inside if STEP.fullmatch(it.name))]
             yield from filter(_is_model, inside)
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
 STEP: Final = re.compile(r"checkpoint-([0-9]+)")
 """Matches the folder that the Trainer of transformers makes for a step of a run."""
+STEPS: Final = "checkpoint-[0-9]*"
+"""The glob of these folders."""
 
 
 def is_hub(source: str | os.PathLike[str]) -> bool:
@@ -79,12 +81,17 @@ def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Refer
     else:
         name = path_name(local_path(text, "source"))
     tag = "-".join(filter(None, map(cleaned, tags)))
+    return derived_name(f"{name_of(name)}:{tag}".removesuffix(":"), text)
+
+
+def derived_name(name: str, source: str | os.PathLike[str]) -> Reference:
+    """Return the name that a source gives its model. Raises UsageError if it is not valid."""
     try:
-        return Reference.parse(f"{name_of(name)}:{tag}".removesuffix(":"))
+        return Reference.parse(name)
     except InvalidReference as error:
         raise UsageError(
-            f"{quote(text)} gives the model no name: {error.message}",
-            advice=f"say one: {cli_command('create', text, 'NAME')}",
+            f"{quote(source)} gives the model no name: {error.message}",
+            advice=f"say one: {cli_command('create', source, 'NAME')}",
         ) from None
 
 
@@ -100,9 +107,9 @@ def path_name(path: Path) -> str:
 def name_in(folder: Path, path: Path, name: str) -> str:
     """Return the name of a model in a folder: steps of one run are tags of one name."""
     if STEP.fullmatch(path.name) is None:
-        return path.relative_to(folder).as_posix()
+        return name_of(path.relative_to(folder).as_posix())
     run = path.parent.relative_to(folder).as_posix()
-    return f"{name if run == '.' else run}:{path.name}"
+    return f"{name if run == '.' else name_of(run)}:{path.name}"
 
 
 def step_order(path: Path) -> str:

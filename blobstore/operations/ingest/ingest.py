@@ -10,18 +10,19 @@ import shlex
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future, wait
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import interrupts
-from blobstore.core.arguments import local_path
 from blobstore.core.escape import escape, quote
-from blobstore.core.schemes import scheme_of
-from blobstore.errors import InvalidReference, SourceError, UsageError
+from blobstore.core.public_calls import check_options
+from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import CreateOptions
+from blobstore.operations.create.source_names import source_name
 from blobstore.operations.ingest.executors import open_executor
 from blobstore.operations.ingest.task import Outcome, import_model
 from blobstore.remotes.addresses import is_in_objects
+from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class IngestedModel:
 def read_list(lines: Iterable[str]) -> list[Item]:
     """Return the models of a list: ``SOURCE [NAME]`` on each line, quoted as in a shell; ``#`` begins a comment.
 
-    Without NAME, a model gets the name of its repository or folder.
+    Without NAME, a model gets the name that ``create`` gives it.
 
     Raises:
         UsageError: a line is not of that form, a name is not valid, or two models have one name.
@@ -82,8 +83,12 @@ def read_list(lines: Iterable[str]) -> list[Item]:
             )
         source = words[0]
         try:
-            reference = Reference.parse(words[1] if len(words) > 1 else _name_of(source))
-        except InvalidReference as error:
+            reference = (
+                Reference.parse(words[1])
+                if len(words) > 1
+                else source_name(source, DEFAULT_OPTIONS)
+            )
+        except UsageError as error:
             raise UsageError(f"line {number}: {error}") from None
         other = found.setdefault(str(reference).lower(), Item(source, str(reference)))
         if other.source != source:
@@ -127,6 +132,7 @@ def ingest(
         StoreError: the store cannot be used.
         UsageError: an argument is invalid.
     """
+    check_options(ingest, options, CreateOptions)
     if retries < 0:
         raise UsageError(f"retries must be 0 or more, got {retries}")
     wanted = [Item(*item) for item in items]
@@ -252,14 +258,3 @@ def _lost(why: str) -> Outcome:
         exit_code=1,
         is_final=False,
     )
-
-
-def _name_of(source: str) -> str:
-    """Return the name of a model that a source suggests."""
-    if scheme_of(source) is None and local_path(source).exists():
-        return local_path(source).resolve().name
-    repository = source.removeprefix("hf://").partition("@")[0]
-    parts = PurePosixPath(repository).parts
-    if not parts:
-        raise SourceError(f"no name for the source {quote(source)}")
-    return "/".join(parts[-2:])

@@ -43,6 +43,8 @@ def guess(text: str) -> str:
         ("create(source='a', name='b')", "create() has no argument 'name'; did you mean 'reference'?"),
         ("verify(sotre='there')", "verify() has no argument 'sotre'; did you mean 'store'?"),
         ("remove('a', zzz=1)", "remove() has no argument 'zzz'; its arguments are references, store, dry_run"),
+        ("create_all('a', as_='b')", "create_all() has no argument 'as_'; did you mean 'prefix'?"),
+        ("ingest([], zzz=1)", "ingest() has no argument 'zzz'; its arguments are items, target, executor, retries, on_done, source_options,"),
         ("diff('a')", "diff() missing 1 required positional argument: 'theirs'"),
         ("create('a', 'b', source='c')", "create() got multiple values for argument 'source'"),
     ],

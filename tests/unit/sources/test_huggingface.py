@@ -32,6 +32,7 @@ from blobstore.sources.small_files import counted
 from blobstore.store.local import LocalStore
 from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, write_folder
+from tests.support.ollama_store import GGUF_FILE
 
 ONE = {"a": np.arange(3.0)}
 TWO = {"b": np.arange(4.0)}
@@ -1029,6 +1030,14 @@ def test_says_where_weights_lie_deeper(tmp_path: Path) -> None:
     write_folder(tmp_path / "model" / "weights", dense_tensors())
     with pytest.raises(SourceError, match="has no weight files; .*model/weights' has some"):
         HuggingFaceFolder(tmp_path / "model")
+
+
+def test_says_that_models_in_folders_are_many(tmp_path: Path) -> None:
+    for name in ("a/x.gguf", "b/y.gguf"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(GGUF_FILE)
+    with pytest.raises(SourceError, match="create --all .* imports each folder that has some"):
+        HuggingFaceFolder(tmp_path)
 
 
 def test_a_checkpoint_of_empty_placeholders_is_refused(tmp_path: Path) -> None:

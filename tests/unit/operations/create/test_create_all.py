@@ -11,7 +11,6 @@ import torch
 
 from blobstore.errors import (
     DamagedSource,
-    InvalidReference,
     NameTaken,
     SourceError,
     SourceNotFound,
@@ -24,6 +23,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.retention import expired_models
+from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
 from tests.support.distributed_folders import write_folder as write_pieces
@@ -114,12 +114,22 @@ def test_names_the_models_of_a_cache_after_their_repositories(
 
 
 def test_models_whose_names_cannot_be_used_fail(store: LocalStore, tmp_path: Path) -> None:
-    for name in ("Twin", "twin", "a b"):
+    for name in ("Twin", "twin", "\u6a21"):
         write_folder(tmp_path / "m" / name, dense_tensors())
     errors = {Path(it.source).name: it.error for it in create_all(tmp_path / "m", store=store)}
     assert errors["Twin"] is None
     assert isinstance(errors["twin"], NameTaken)
-    assert isinstance(errors["a b"], InvalidReference)
+    assert "gives the model no name" in str(errors["\u6a21"])
+    assert str(errors["\u6a21"]).endswith(" NAME'")
+
+
+def test_models_have_the_names_that_create_gives_them(store: LocalStore, tmp_path: Path) -> None:
+    for name in ("a b", "org.x/c (1)"):
+        write_folder(tmp_path / "m" / name, dense_tensors())
+    step(tmp_path / "m" / "a b", 5)
+    names = ["a-b:latest", "a-b:checkpoint-5", "org-x/c-1:latest"]
+    assert [it.name for it in create_all(tmp_path / "m", store=store, dry_run=True)] == names
+    assert str(create(tmp_path / "m" / "a b", store=store).reference) == names[0]
 
 
 def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
@@ -257,9 +267,24 @@ def test_steps_of_a_run_are_tags_of_one_name_in_their_order(
     assert [(it.name, it.error) for it in made] == [(name, None) for name in (*final, *steps)]
     removed = expired_models(steps, keep_last=1, store=store)
     assert [str(name) for name in removed] == steps[:2]
-    if not has_final:
-        listed = create_all(tmp_path / "runs", store=store, dry_run=True)
-        assert [it.name for it in listed] == steps
+    listed = create_all(tmp_path / "runs", store=store, dry_run=True)
+    assert [it.name for it in listed] == [*final, *steps]
+
+
+def test_the_model_of_a_run_has_nothing_of_its_steps(store: LocalStore, tmp_path: Path) -> None:
+    out = write_folder(tmp_path / "out", dense_tensors())
+    step(out, 1)
+    for name in ("optimizer.pt", "checkpoint-1/optimizer.pt"):
+        (out / name).write_bytes(b"state of " + name.encode())
+    keep = SourceOptions(keep=("*.pt",))
+
+    made = create_all(out, store=store, source_options=keep)
+
+    assert [it.created and it.created.notices for it in made] == [(), ()]
+    for name in ("out", "out:checkpoint-1"):
+        names = {layer.name for layer in store.resolve(Reference.parse(name)).layers}
+        assert "optimizer.pt" in names
+        assert "checkpoint-1/optimizer.pt" not in names
 
 
 def test_a_name_is_that_of_what_lies_in_the_folder_itself(

@@ -311,7 +311,7 @@ def test_a_list_has_sources_and_names(tmp_path: Path) -> None:
     assert read_list(lines) == [
         Item("org/name", "org/name:latest"),
         Item(f"{tmp_path}/my model", "mine:v1"),
-        Item("hf://org/other@main", "org/other:latest"),
+        Item("hf://org/other@main", "org/other:main"),
     ]
 
 
