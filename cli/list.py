@@ -11,7 +11,7 @@ import click
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.output import SIGNATURE_FIELDS
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import Damaged, InvalidReference, ModelNotFound, StoreError
+from blobstore.errors import BlobstoreError, Damaged, InvalidReference, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.list import ListedModel
     from blobstore.remotes.catalog import RemoteEntry
+    from blobstore.store.catalog import CatalogEntry
     from blobstore.store.local import LocalStore
 
 _Item = TypeVar("_Item")
@@ -65,9 +66,10 @@ def command(
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
-    that cannot be read is listed with its error, and the exit code is then 4. A folder of manifests
-    that cannot be read is reported, and the exit code is then 1. With --verbose, SIGNED BY says who
-    signed a model, as far as the keys of the policy can verify it.
+    that cannot be read is listed with its error, and a name whose manifest is lost is reported; the
+    exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code is
+    then 1. With --verbose, SIGNED BY says who signed a model, as far as the keys of the policy can
+    verify it.
 
     A metric is a number in the metrics.json of a model, where training keeps those of its steps. Models
     without it come last.
@@ -78,21 +80,19 @@ def command(
     if any(map(is_address, patterns)):
         _show_remote(store, patterns, plain_http, order, limit, out)
         return
-    unreadable: list[StoreError] = []
-
-    def is_chosen(reference: Reference, digest: Digest | None) -> bool:
-        return not patterns or any(_matches(reference, digest, one) for one in patterns)
-
+    unreadable: list[BlobstoreError] = []
     models: Sequence[ListedModel] = choose_models(
         store,
-        is_chosen,
+        lambda reference, digest: _is_chosen(reference, digest, patterns),
         repositories=_repositories(patterns),
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
         read_metrics=out.is_json or order not in _ORDERS,
         on_error=unreadable.append,
     )
-    _check_found(store, models, patterns, unreadable)
+    lost = _lost(store, patterns, unreadable.append)
+    _check_found(store, [*models, *lost], patterns, unreadable)
+    missing = [f"{entry.error}; 'blobstore repair' restores it" for entry in lost]
     metric = ""
     if order not in _ORDERS:
         metric = order.removeprefix("-")
@@ -101,14 +101,28 @@ def command(
         models = sorted(models, key=attrgetter(order), reverse=True)
     models, notes = _first(models, limit)
     out.result(
-        lambda: _as_json(models, unreadable),
+        lambda: _as_json(models, [*unreadable, *missing]),
         _as_table(models, metric) if models else "",
         names=[model.reference for model in models],
         notes=(*arguments.store_notes(store), *notes),
     )
     errors = [listed.error for listed in models if listed.error is not None]
-    exit_code = Damaged.exit_code if errors else StoreError.exit_code
-    output.exit_with((*errors, *unreadable), exit_code)
+    exit_code = Damaged.exit_code if errors or lost else StoreError.exit_code
+    output.exit_with((*errors, *missing, *unreadable), exit_code)
+
+
+def _lost(
+    store: LocalStore, patterns: Sequence[str], on_error: Callable[[BlobstoreError], object]
+) -> list[CatalogEntry]:
+    """Return the names whose manifests are lost. If patterns are names, the errors of absent ones say it."""
+    from blobstore.store.catalog import lost_entry
+
+    if _repositories(patterns):
+        return []
+    with contextlib.suppress(BlobstoreError, OSError):  # some readers may not read all folders
+        lost = map(lost_entry, store.names.published.lost(on_error=on_error))
+        return [it for it in lost if _is_chosen(it.reference, None, patterns)]
+    return []
 
 
 def _by_metric(
@@ -218,7 +232,7 @@ def _remote_table(models: Sequence[tuple[RemoteEntry, int]]) -> str:
     return render.table(headings, rows, right=(2, 3), alarming=broken)
 
 
-def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> dict[str, Any]:
+def _as_json(models: Sequence[ListedModel], unreadable: Sequence[object]) -> dict[str, Any]:
     shown = output.records(models, _FIELDS)
     for listed, model in zip(models, shown, strict=True):
         model["signatures"] = output.records(listed.signatures, SIGNATURE_FIELDS)
@@ -231,9 +245,9 @@ def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) ->
 
 def _check_found(
     store: LocalStore,
-    models: Sequence[ListedModel],
+    models: Sequence[ListedModel | CatalogEntry],
     patterns: Sequence[str],
-    unreadable: Sequence[StoreError],
+    unreadable: Sequence[BlobstoreError],
 ) -> None:
     """Check that each pattern matches one of the models."""
     for pattern in patterns:
@@ -248,6 +262,10 @@ def _check_found(
             )
 
 
+def _is_chosen(reference: Reference, digest: Digest | None, patterns: Sequence[str]) -> bool:
+    return not patterns or any(_matches(reference, digest, one) for one in patterns)
+
+
 def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:
     from blobstore.manifests.reference import name_matches
     from blobstore.store.name_patterns import id_start, is_pattern
@@ -260,10 +278,10 @@ def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:
 
 
 def _similar(pattern: str, store: LocalStore) -> str:
-    from blobstore.manifests.reference import Reference, similar_names
+    from blobstore.manifests.reference import Reference
 
     with contextlib.suppress(InvalidReference):  # a glob
-        return similar_names(Reference.parse(pattern), store.references())
+        return store.not_found(Reference.parse(pattern)).advice
     return ""
 
 

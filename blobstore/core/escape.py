@@ -107,4 +107,8 @@ def most_like(text: str, names: Collection[str], cutoff: float) -> list[str]:
         start, end = text[: len(text) // 2 or 1], text[len(text) // 2 :]
         similar = (name for name in names if name.startswith(start) or name.endswith(end))
         names = list(islice(similar, _MAX_COMPARED))
-    return get_close_matches(text, names, n=2, cutoff=cutoff)
+    if same := [name for name in names if name.casefold() == text.casefold()]:
+        return same[:2]
+    near = get_close_matches(text, names, n=2, cutoff=cutoff)
+    # A tensor may be asked for by the name of its module.
+    return near or [name for name in names if name.startswith(f"{text}.")][:2]

@@ -41,6 +41,17 @@ def test_lists_sizes_and_shared_bytes(stored: LocalStore, dense: Path, moe: Path
     assert models["moe:latest"]["bytes"] > 1000
 
 
+def test_a_lost_name_is_reported(stored: LocalStore, moe: Path) -> None:
+    run("create", moe, "moe")
+    stored.manifest_path("dense").unlink()
+    for patterns in ((), ("den*",)):
+        error = run("list", *patterns, exit_code=4).stderr
+        assert "the manifest of 'dense:latest' is lost; 'blobstore repair' restores it" in error
+    assert "is lost" in str(run_json("list", exit_code=4)["unreadable"])
+    assert "its manifest was lost" in run("list", "dense", exit_code=3).stderr
+    assert run("list", "moe").stderr == ""
+
+
 def test_prints_aligned_rows(stored: LocalStore) -> None:
     path = stored.manifest_path(next(iter(stored.references())))
     os.utime(path, (0, path.stat().st_mtime - 3 * 86400 - 60))

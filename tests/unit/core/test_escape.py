@@ -85,6 +85,8 @@ NAMES = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weig
         ("model.layers.0.mlp.upproj.weight", "did you mean 'model.layers.0.mlp.up_proj.weight'?"),
         ("lmhead.weight", "did you mean 'lm_head.weight'?"),
         ("a\nbb", "did you mean 'a\\nb'?"),
+        ("LM_Head.weight", "did you mean 'lm_head.weight'?"),
+        ("lm_head", "did you mean 'lm_head.weight'?"),
         ("", ""),
         ("x" * 10_000, ""),
     ],
