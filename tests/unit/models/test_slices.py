@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ def store(store: LocalStore, tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def quantized(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
-    folder = write_folder(tmp_path / "model", PACKED)
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    place = tmp_path_factory.mktemp("quantized")
+    store = LocalStore(place / "store")
+    folder = write_folder(place / "model", PACKED)
     for name in ("int4", "int8", "nvfp4"):
         blobstore.create(
             folder, f"m:{name}", store=store, quantize=QuantizeOptions(name), experts="stacked"
@@ -350,11 +352,12 @@ def test_a_weight_of_unknown_type_is_sliced_as_stored(tmp_path: Path) -> None:
             model.quantized_slice("w", 0)
 
 
-def test_types_and_group_sizes_need_no_header(quantized: LocalStore) -> None:
-    for path in quantized.folder("blobs").iterdir():
+def test_types_and_group_sizes_need_no_header(quantized: LocalStore, tmp_path: Path) -> None:
+    root = shutil.copytree(quantized.root, tmp_path / "store")
+    for path in (root / "blobs").iterdir():
         path.unlink()
     for tag, group_size in (("int4", 32), ("int8", 64), ("nvfp4", 16)):
-        with blobstore.open(f"m:{tag}", store=quantized, verify="none") as model:
+        with blobstore.open(f"m:{tag}", store=root, verify="none") as model:
             assert model.quantized[UP] == (tag, group_size)
             packed = {name for name in model if f"{name}_scale" in model}
             assert set(model.quantized) == packed

@@ -731,10 +731,13 @@ UP = "model.layers.0.self_attn.q_proj.weight"
 PACKED = quantizable_tensors()
 
 
-@pytest.fixture(params=["packed", "stacked"])
-def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
-    folder = write_folder(tmp_path / "model", PACKED)
+@pytest.fixture(scope="module", params=["packed", "stacked"])
+def quantized(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LocalStore:
+    place = tmp_path_factory.mktemp("quantized")
+    store = LocalStore(place / "store")
+    folder = write_folder(place / "model", PACKED)
     for name in ("int4", "nvfp4"):
         blobstore.create(
             folder, f"m:{name}", store=store, quantize=QuantizeOptions(name), experts=request.param
