@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
 from blobstore.store.names import ABSENT, NameUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from blobstore.store.local import LocalStore
+    from pathlib import Path
 
 
 class Outcome(NamedTuple):
@@ -66,9 +67,10 @@ def import_model(
         reference = Reference.parse(name)
         if isinstance(target, str):
             return _import_remote(source, reference, target, options, outcome)
-        if target.has_model(reference):
+        store = _store(target.root, target.lock_timeout)
+        if store.has_model(reference):
             return outcome(present=True)
-        created = create(source, NameUpdate(reference, ABSENT), store=target, **options)
+        created = create(source, NameUpdate(reference, ABSENT), store=store, **options)
         return outcome(blobs=created.blobs, written=created.bytes_written)
     except (BlobstoreError, OSError) as error:
         may_pass = isinstance(error, (RemoteError, StoreError, OSError))
@@ -82,6 +84,15 @@ def import_model(
             exit_code=getattr(error, "exit_code", 1),
             is_final=not may_pass or isinstance(error, RemoteRefused),
         )
+
+
+@lru_cache(maxsize=1)
+def _store(root: Path, lock_timeout: float) -> LocalStore:
+    """Return the store of all tasks of a worker, so that they list the names of a namespace once.
+
+    Each task gets a copy of the store, as it was before the first one.
+    """
+    return LocalStore(root, lock_timeout=lock_timeout)
 
 
 def _import_remote(
