@@ -45,6 +45,14 @@ def test_any_number_of_ranks_saves_the_same_models(saved: Path) -> None:
         assert verify_models(store=store).faults == ()
 
 
+def test_object_storage_has_the_same_models(saved: Path, tmp_path: Path) -> None:
+    for name in (STEP, STATE):
+        blobstore.pull(f"file://{saved}/bucket/{name}", name, store=tmp_path)
+        expected = LocalStore(saved / "4").read_manifest(name)
+        assert LocalStore(tmp_path).read_manifest(name) == expected
+    assert verify_models(store=tmp_path).faults == ()
+
+
 def test_the_model_has_no_bytes_of_its_own_besides_the_state(saved: Path) -> None:
     store = saved / "2"
     assert blobs(store, STEP).items() < blobs(store, STATE).items()

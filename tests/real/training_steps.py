@@ -162,6 +162,13 @@ def save_and_load(folder: Path) -> None:
                     check_equal(found, expected)
         dist.barrier()
     save(state(RANKS, meshes[RANKS]), checkpoint_id=folder / "dcp")
+    bucket = f"file://{folder}/bucket"
+    writer = StoreWriter(bucket, model="model", files={"config.json": CONFIG}, metrics=METRICS)
+    expected = state(RANKS, meshes[RANKS])
+    save(expected, checkpoint_id=STEP, storage_writer=writer)
+    found = emptied(expected)
+    load(found, checkpoint_id=STEP, storage_reader=StoreReader(bucket))
+    check_equal(found, expected)
 
 
 def fail_on_one_rank(folder: Path) -> None:

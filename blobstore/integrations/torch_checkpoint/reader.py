@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
-from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound, UsageError
 from blobstore.integrations.torch_checkpoint.values import KINDS
 from blobstore.manifests.plain_values import decode
 from blobstore.manifests.reference import Reference
@@ -117,10 +117,10 @@ class StoreReader(StorageReader):
     def _opened(self) -> Model[torch.Tensor]:
         """Open the name that has all of the step, or if there is none, the name that is given."""
         for name in (*self._states(), self._reference):
-            with contextlib.suppress(ModelNotFound):
+            with contextlib.suppress(NotFound):
                 if is_address(self._store):
                     address = f"{str(self._store).rstrip('/')}/{name}"
-                    return open_model(address, framework="torch", verify=self._verify)
+                    return open_model(address, framework="torch", verify=self._verify, cache="none")
                 return open_model(name, store=self._store, framework="torch", verify=self._verify)
         raise ModelNotFound(f"there is no step {quote(self._reference)}")
 

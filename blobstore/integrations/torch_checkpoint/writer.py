@@ -22,26 +22,28 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_succeed, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
+from blobstore.integrations.torch_checkpoint.places import open_place
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StepRecord
-from blobstore.operations.create.create import with_space
+from blobstore.objects.address import is_address
 from blobstore.operations.create.save import check_mapping, file_content
 from blobstore.operations.create.step import StepPlan
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from blobstore.integrations.torch_checkpoint.exchange import Windows
+    from blobstore.integrations.torch_checkpoint.places import Place, StepImport
+    from blobstore.operations.create.create import BlobAdder
     from blobstore.operations.create.grouping import BlobPlan
     from blobstore.operations.create.save import File
     from blobstore.quantization.recipes import Recipe
-    from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.ingest import Ingested
     from blobstore.store.local import StoreLike
-    from blobstore.store.names import NameUpdate
 
 
 _WINDOW: Final = 32 << 20
@@ -61,7 +63,7 @@ class _Blobs:
     """Adds the blobs of one rank to an import."""
 
     def __init__(
-        self, task: RankTask, state: RankState, ingest: Ingest, added: dict[str, Ingested]
+        self, task: RankTask, state: RankState, ingest: BlobAdder, added: dict[str, Ingested]
     ) -> None:
         self._task = task
         self._state = state
@@ -87,29 +89,11 @@ class _Blobs:
         return self._ingest.add(blob.size, lambda: blob.buffers(read))
 
 
-class _Import:
-    """The import of a step that is being written, on the coordinator."""
-
-    def __init__(self, store: LocalStore, plan: StepPlan, reference: Reference) -> None:
-        names = plan.names(reference)
-        for name in names:
-            store.names.check_name(name)
-        self.plan = plan
-        self.updates: Sequence[NameUpdate] = [store.names.seen(name) for name in names]
-        self._open = contextlib.ExitStack()
-        with with_space(store, plan.blobs, sum(blob.size for blob in plan.blobs)):
-            self.ingest: Ingest = self._open.enter_context(store.ingest())
-
-    def close(self) -> None:
-        """End the import, and remove what has no name."""
-        self._open.close()
-
-
 class StoreWriter(StorageWriter):
     """Saves with ``torch.distributed.checkpoint`` into a store.
 
     Pass it as the ``storage_writer`` of ``save`` or ``async_save``, with the name of the step as ``checkpoint_id``,
-    such as ``run:step-1000``. All ranks must be able to write to the folder of the store. A writer can save any
+    such as ``run:step-1000``. All ranks must be able to write to the store. A writer can save any
     number of steps, one after the other.
 
     Tensors are stored whole. Other values must be plain: None, booleans, numbers, texts, bytes, lists, tuples, sets,
@@ -131,7 +115,8 @@ class StoreWriter(StorageWriter):
         """Write nothing yet.
 
         Args:
-            store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+            store: the store or its folder, or the address of one in object storage, such as
+                ``s3://bucket/prefix``; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
             model: the part of the state that is the model, such as ``model`` for ``{"model": …, "optimizer": …}``.
                 The step then has two names: ``run:step-1000``, the model alone under its own names, which
                 :func:`blobstore.open` and others use at once, and ``run:step-1000.state``, all of the state. Without
@@ -147,7 +132,8 @@ class StoreWriter(StorageWriter):
         """
         check_mapping({} if files is None else files, "files", "a dict of small files")
         check_jobs(jobs)
-        self._store = LocalStore.of(store)
+        # A process that saves for this one opens it again.
+        self._store = store if is_address(store) else LocalStore.of(store)
         self._model = model
         self._files = {name: file_content(name, file) for name, file in (files or {}).items()}
         self.metrics = metrics
@@ -155,7 +141,9 @@ class StoreWriter(StorageWriter):
         self._group = process_group
         self._jobs = jobs
         self._reference: Reference | None = None
-        self._import: _Import | None = None
+        self._place: Place | None = None
+        self._import: StepImport | None = None
+        self._plan: StepPlan | None = None
         self._window = _WINDOW
         self._rank = 0
 
@@ -188,6 +176,7 @@ class StoreWriter(StorageWriter):
                 "use_collectives=False saves each rank for itself, and a store has whole tensors",
                 advice="save with use_collectives=True",
             )
+        self._place = open_place(self._store)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -214,10 +203,12 @@ class StoreWriter(StorageWriter):
                 advice="use a planner without enable_plan_caching",
             )
         layout = Layout(plans)
-        step = StepPlan(layout.specs, model=self._model, files=self._files, metrics=self.metrics)
+        self._plan = step = StepPlan(
+            layout.specs, model=self._model, files=self._files, metrics=self.metrics
+        )
         assert self._reference is not None  # noqa: S101 - checked before
-        self._import = _Import(self._store, step, self._reference)
-        tasks = layout.tasks(step, self._import.ingest.name)
+        self._import = self._opened.begin(step, self._reference)
+        tasks = layout.tasks(step, self._import.name)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -236,7 +227,7 @@ class StoreWriter(StorageWriter):
                 advice="use a planner of its own for this writer",
             )
         try:
-            with with_space(self._store, (), 0):
+            with self._opened.checked():
                 written = self._write(task, plan, planner)
         except BaseException:
             self._end()
@@ -292,13 +283,16 @@ class StoreWriter(StorageWriter):
                 advice="pass the same process_group to StoreWriter and to save",
             )
 
-    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> Ingest:
+    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> BlobAdder:
         """Return the import of the step, of which other ranks are workers."""
         if self._import is not None:
-            return self._import.ingest
-        joined = self._store.join_ingest(task.ingest)
-        stack.callback(joined.close)
-        return joined
+            return self._import.blobs
+        return self._opened.join(task.ingest, stack)
+
+    @property
+    def _opened(self) -> Place:
+        assert self._place is not None  # noqa: S101 - it was set up before
+        return self._place
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the step its names, when all ranks have written: on the coordinator.
@@ -307,8 +301,8 @@ class StoreWriter(StorageWriter):
             NameTaken: another process gave one of them another model in the meantime.
             StoreError, StoreBusy: the store cannot be written, or the disk is full.
         """
-        step = self._import
-        if step is None:
+        step, plan = self._import, self._plan
+        if step is None or plan is None:
             raise BlobstoreError("another rank failed to write its part of the step")
         added: dict[str, Ingested] = {}
         values: dict[str, Any] = {}
@@ -317,23 +311,23 @@ class StoreWriter(StorageWriter):
             for name, item in result.storage_data.added.items():
                 added[name] = item
                 if result.storage_data.rank != self._rank:
-                    step.ingest.adopt(item)
+                    step.adopt(item)
         paths = dict(metadata.planner_data or {})
         record = StepRecord(
             model=self._model,
-            tensors={key: tuple(paths.get(key, (key,))) for key in step.plan.keys.values()},
+            tensors={key: tuple(paths.get(key, (key,))) for key in plan.keys.values()},
             values={key: (tuple(paths.get(key, (key,))), value) for key, value in values.items()},
         )
         try:
-            with with_space(self._store, (), 0):
-                step.plan.publish(self._store, step.updates, step.ingest, added, record)
+            with self._opened.checked():
+                step.publish(added, record)
         finally:
             self._end()
 
     def _end(self) -> None:
         if self._import is not None:
             self._import.close()
-            self._import = None
+        self._import = self._plan = None
 
 
 def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:

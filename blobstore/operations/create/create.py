@@ -14,7 +14,7 @@ import functools
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, overload
 
 from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
@@ -442,11 +442,18 @@ def _add_tensors(
     return failed
 
 
+class BlobAdder(Protocol):
+    """A place that blobs are added to."""
+
+    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
+        """Add a blob; see :meth:`Ingest.add`."""
+
+
 def add_files(
     source: TensorSource,
     plan: ModelPlan,
     files: Sequence[FileLayer],
-    ingest: Ingest,
+    ingest: BlobAdder,
     added: list[Ingested],
     pool: WorkerPool,
 ) -> Manifest:

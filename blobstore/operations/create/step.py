@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.step_record import StepRecord
+    from blobstore.operations.create.create import BlobAdder
     from blobstore.operations.create.grouping import BlobPlan
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.store.ingest import Ingest, Ingested
@@ -63,13 +64,13 @@ class _Part(NamedTuple):
             plan = options.plan(source)
         return cls(source, options, plan)
 
-    def manifest(self, added: Mapping[str, Ingested], ingest: Ingest) -> Manifest:
+    def manifest(self, added: Mapping[str, Ingested], adder: BlobAdder) -> Manifest:
         """Return the manifest, after adding the blobs that are not tensors."""
         record, _ = source_record(self.source, self.plan.blobs, self.options)
         layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
         layers = [*stacks_layer(self.plan.blobs), *file_layers(self.source), layer]
         blobs = [added[blob.name] for blob in self.plan.blobs]
-        return add_files(self.source, self.plan, layers, ingest, blobs, WorkerPool(1, None, 0))
+        return add_files(self.source, self.plan, layers, adder, blobs, WorkerPool(1, None, 0))
 
 
 class StepPlan:
@@ -135,6 +136,24 @@ class StepPlan:
         """Return the names of the step in the order in which they are given."""
         return [reference] if self.model is None else [state_of(reference), reference]
 
+    def manifests(
+        self, blobs: BlobAdder, added: Mapping[str, Ingested], record: StepRecord
+    ) -> list[Manifest]:
+        """Return the manifests of :meth:`names`, after adding the blobs without tensors.
+
+        Args:
+            blobs: adds the blobs.
+            added: the blobs of the tensors by name.
+            record: the keys and values of the state.
+
+        Raises:
+            UsageError: the values are too large.
+        """
+        files = {RECORD_FILE: record.to_bytes(), **self._metrics}
+        source = MemorySource(dict.fromkeys(self._specs, _unread), _METADATA, files)
+        parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
+        return [part.manifest(added, blobs) for part in parts]
+
     def publish(
         self,
         store: LocalStore,
@@ -143,23 +162,11 @@ class StepPlan:
         added: Mapping[str, Ingested],
         record: StepRecord,
     ) -> None:
-        """Give the step its names, all or none.
+        """Give the step its names in a store, all or none. Raises as :meth:`manifests` and :func:`create`.
 
-        Args:
-            store: the store.
-            updates: the updates of :meth:`names`.
-            ingest: the import.
-            added: the blobs of the tensors by name.
-            record: the keys and values of the state.
-
-        Raises:
-            NameTaken, StoreError, StoreBusy: as :func:`create`.
-            UsageError: the values are too large.
+        ``updates`` are those of :meth:`names`; the other arguments are those of :meth:`manifests`.
         """
-        files = {RECORD_FILE: record.to_bytes(), **self._metrics}
-        source = MemorySource(dict.fromkeys(self._specs, _unread), _METADATA, files)
-        parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
-        manifests = [part.manifest(added, ingest) for part in parts]
+        manifests = self.manifests(ingest, added, record)
         new = [
             NewModel(update, manifest.to_bytes(), manifest.blobs)
             for update, manifest in zip(updates, manifests, strict=True)

@@ -1,0 +1,240 @@
+"""Where steps are written: a store in a folder, or one in object storage.
+
+The coordinator begins an import there, and the other ranks join it by its name. Each rank adds blobs; the coordinator
+gives the names. In object storage, blobs have their final keys at once: a lease that is written before the first one
+keeps them from being collected, and no manifest lists them until all are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import TYPE_CHECKING, Protocol
+
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobDamaged, ModelNotFound, StoreBusy
+from blobstore.manifests import media_types
+from blobstore.objects.address import StoreAddress, is_address
+from blobstore.objects.leases import leased
+from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
+from blobstore.objects.store import ObjectStore
+from blobstore.operations.create.create import with_space
+from blobstore.remotes.model_reader import pack_headers
+from blobstore.store.ingest import Ingested
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import BinaryIO
+
+    from blobstore.core.digest import BlobId
+    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
+    from blobstore.manifests.step_record import StepRecord
+    from blobstore.objects.client import ObjectTag
+    from blobstore.operations.create.create import BlobAdder
+    from blobstore.operations.create.step import StepPlan
+    from blobstore.store.ingest import Buffers
+    from blobstore.store.local import StoreLike
+
+_CHUNK = 8 << 20
+_REQUESTS = 16
+
+
+class StepImport(Protocol):
+    """The import of a step, on the coordinator."""
+
+    name: str
+    """By which other ranks join it."""
+
+    @property
+    def blobs(self) -> BlobAdder:
+        """Adds the blobs of this rank."""
+
+    def adopt(self, item: Ingested) -> None:
+        """Publish with this import what another rank has added to it."""
+
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
+        """Give the step its names."""
+
+    def close(self) -> None:
+        """End the import, and what has no name."""
+
+
+class Place(Protocol):
+    """A store of steps."""
+
+    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
+        """Begin the import of a step."""
+
+    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
+        """Join an import until the stack is closed."""
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        """Explain the errors of a full disk in a block."""
+
+
+def open_place(store: StoreLike) -> Place:
+    """Return the place at a folder or an address. Raises InvalidReference, or as :class:`ObjectStore`."""
+    if is_address(store):
+        return _Objects(ObjectStore(StoreAddress.parse(str(store))))
+    return _Folder(LocalStore.of(store))
+
+
+class _Folder:
+    """A store in a folder."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+
+    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
+        return _FolderImport(self._store, plan, reference)
+
+    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
+        joined = self._store.join_ingest(name)
+        stack.callback(joined.close)
+        return joined
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        return with_space(self._store, (), 0)
+
+
+class _FolderImport:
+    """An import into a folder. Nothing has a name before all of it has."""
+
+    def __init__(self, store: LocalStore, plan: StepPlan, reference: Reference) -> None:
+        names = plan.names(reference)
+        for name in names:
+            store.names.check_name(name)
+        self._store, self._plan = store, plan
+        self._updates = [store.names.seen(name) for name in names]
+        self._open = contextlib.ExitStack()
+        with with_space(store, plan.blobs, sum(blob.size for blob in plan.blobs)):
+            self.blobs = self._open.enter_context(store.ingest())
+        self.name = self.blobs.name
+
+    def adopt(self, item: Ingested) -> None:
+        self.blobs.adopt(item)
+
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
+        self._plan.publish(self._store, self._updates, self.blobs, added, record)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class _Objects:
+    """A store in object storage."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
+        return _ObjectImport(self._objects, plan, reference)
+
+    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
+        del name, stack  # the lease of the coordinator keeps all that is written while it lives
+        return _ObjectBlobs(self._objects)
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _ObjectBlobs:
+    """Adds blobs to object storage."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self.written: set[Digest] = set()
+
+    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
+        """Add a blob; see :meth:`Ingest.add`.
+
+        A key is the digest of all bytes. So those that can be read only once wait in a temporary file, one blob at a
+        time.
+        """
+        with contextlib.ExitStack() as stack:
+            digester, again = Digester(), buffers
+            if once:
+                spool = stack.enter_context(tempfile.TemporaryFile(prefix="blobstore-step-"))
+                again = _reading(spool)
+            for buffer in buffers():
+                digester.update(buffer)
+                if once:
+                    spool.write(buffer)
+            digest = digester.digest()
+            if self._has(digest, size):
+                return Ingested(digest, size, written=False)
+            self._objects.put_blob(digest, size, again())
+            self.written.add(digest)
+            return Ingested(digest, size, written=True)
+
+    def _has(self, digest: Digest, size: int) -> bool:
+        with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
+            return self._objects.exists(digest, size, LOOK_FOR_BLOB)
+        return False
+
+
+class _ObjectImport:
+    """An import into object storage."""
+
+    name = ""
+
+    def __init__(self, objects: ObjectStore, plan: StepPlan, reference: Reference) -> None:
+        self._objects, self._plan = objects, plan
+        self._names = [(name, _tag(objects, name)) for name in plan.names(reference)]
+        self.blobs = _ObjectBlobs(objects)
+        self._open = contextlib.ExitStack()
+        # Before the first blob is written: a collection keeps what is younger than any lease.
+        self._open.enter_context(leased(objects.client, []))
+
+    def adopt(self, item: Ingested) -> None:
+        if item.written:
+            self.blobs.written.add(item.digest)
+
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
+        objects = self._objects
+        manifests = self._plan.manifests(self.blobs, added, record)
+        data = [manifest.to_bytes() for manifest in manifests]
+        blobs = {blob.id for manifest in manifests for blob in manifest.blobs}
+        digests = [*map(Digest.of, data), *(blob.digest for blob in blobs)]
+        with leased(objects.client, digests) as check:
+            # Only now they are kept: a collection may have removed those that were found before.
+            old = [blob for blob in blobs if blob.digest not in self.blobs.written]
+            if not all(WorkerPool(_REQUESTS, None, 0).run(old, self._is_there)):
+                raise StoreBusy(
+                    "garbage was collected while the step was written, and parts of it are gone",
+                    advice="save the step again",
+                )
+            starts = {added[blob.name].digest: blob.header for blob in self._plan.blobs}
+            for manifest, one in zip(manifests, data, strict=True):
+                objects.put_headers(Digest.of(one), pack_headers(_headers(manifest, starts)))
+            check()
+            for (name, tag), one in zip(self._names, data, strict=True):
+                objects.place(name, one, tag)
+
+    def _is_there(self, blob: BlobId) -> bool:
+        return self._objects.exists(*blob, LOOK_FOR_BLOB)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _tag(objects: ObjectStore, name: Reference) -> ObjectTag | None:
+    with contextlib.suppress(ModelNotFound):
+        return objects.read_version(name, READ_FORMER)[1]
+    return None
+
+
+def _headers(manifest: Manifest, starts: Mapping[Digest, bytes]) -> Mapping[Digest, bytes]:
+    return {layer.digest: starts[layer.digest] for layer in manifest.layers_of(media_types.TENSOR)}
+
+
+def _reading(file: BinaryIO) -> Callable[[], Iterator[bytes]]:
+    def pieces() -> Iterator[bytes]:
+        file.seek(0)
+        while piece := file.read(_CHUNK):
+            yield piece
+
+    return pieces
