@@ -79,7 +79,7 @@ def command(
     removed during the run is not a fault. With --sample, the other blobs are checked as with --quick.
     Without NAME, it is a fault if manifests seem to be lost,
     judged by the blobs that are there. With --signatures, an invalid signature is a fault, and so
-    is a model that the policy refuses. A folder of manifests that cannot be read is reported, and the
+    is a model that the policy refuses; with --key, so is one that no known key has signed. A folder of manifests that cannot be read is reported, and the
     exit code is 1 unless there are faults.
 
     If the only NAME is an address, or with --remote, every byte of the model there is fetched and
@@ -125,7 +125,9 @@ def command(
     }
     if signatures:
         data["signatures"] = list(map(_signed_record, signed))
-    out.result(data, [*map(_signed_text, signed), _as_text(verified, quick=quick)])
+    untrusted = sum(model.is_faulty for model in signed)
+    text = _as_text(verified, quick=quick, untrusted=untrusted)
+    out.result(data, [*map(_signed_text, signed), text])
     if verified.damaged:
         output.show_note(_ADVICE)
     lost = set(map(str, verified.lost))
@@ -137,8 +139,7 @@ def command(
     for error in unreadable:
         output.show_error(str(error))
     ok = StoreError.exit_code if unreadable else 0
-    is_faulty = verified.faults or any(model.is_faulty for model in signed)
-    ctx.exit(Damaged.exit_code if is_faulty else ok)
+    ctx.exit(Damaged.exit_code if verified.faults or untrusted else ok)
 
 
 def _remote_of(names: tuple[str, ...], remote: str | None) -> tuple[tuple[str, ...], str | None]:
@@ -180,7 +181,9 @@ def _verify_remote(
         ctx.exit(Damaged.exit_code)
 
 
-def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: int = 0) -> str:
+def _as_text(
+    verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: int = 0, untrusted: int = 0
+) -> str:
     rate = int(verified.bytes_read / max(verified.seconds, 1e-3))
     time = render.human_seconds(verified.seconds)
     share = f"{verified.hashed:,} of them hashed, " if verified.hashed < verified.blobs else ""
@@ -191,7 +194,7 @@ def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: in
         f"{render.human_bytes(rate)}/s"
     )
     forms = f" and {render.count_of(cold_blobs, 'compressed form')}" if cold_blobs else ""
-    faults = len(verified.faults)
+    faults = len(verified.faults) + untrusted
     summary = (
         f"{render.count_of(faults, 'fault') if faults else 'ok'}: "
         f"{render.count_of(verified.models, 'model')}, "
@@ -222,6 +225,8 @@ def _signed_text(model: SignedModel) -> str:
 
 def _trust(model: SignedModel) -> str:
     count = render.count_of(len(model.signatures), "signature")
+    if model.is_unsigned:
+        count += ", none by a key that was given" if model.signatures else ", but a key was given"
     if model.action in {None, "off"}:
         return count
     if model.is_trusted:

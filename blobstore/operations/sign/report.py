@@ -67,6 +67,8 @@ class SignedModel:
     signatures: tuple[CheckedSignature, ...]
     verdict: Verdict | None
     """None if there is no policy."""
+    needs_key: bool = False
+    """Whether keys were given, so that a signature is asked for."""
 
     @property
     def action(self) -> Action | None:
@@ -85,9 +87,14 @@ class SignedModel:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether a signature is invalid, or the policy refuses the model."""
+        """Whether a signature is invalid or the one asked for is missing, or the policy refuses the model."""
         is_invalid = any(one.state == "invalid" for one in self.signatures)
-        return is_invalid or bool(self.verdict and self.verdict.is_refused)
+        return is_invalid or self.is_unsigned or bool(self.verdict and self.verdict.is_refused)
+
+    @property
+    def is_unsigned(self) -> bool:
+        """Whether keys were given and no signature is by a key that is known."""
+        return self.needs_key and all(one.state != "valid" for one in self.signatures)
 
 
 def check_signatures(
@@ -128,6 +135,7 @@ def check_signatures(
                 digest=digest,
                 signatures=signatures_of(store, digest, known),
                 verdict=verdict,
+                needs_key=bool(keys),
             )
         )
     return tuple(found)

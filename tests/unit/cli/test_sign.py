@@ -66,15 +66,17 @@ def test_verify_reports_who_signed_what(store: LocalStore, key: KeyFiles) -> Non
     fingerprint = public_key(key).fingerprint
     options = ("--signatures", "--store", store.root)
 
-    shown = run("verify", *options, "--key", key.public).stdout
+    shown = run("verify", *options, "--key", key.public, exit_code=4).stdout
     assert f"  oms: signed by key.pub (key {fingerprint[:16]})\n" in shown
     assert "  cosign: signed by key.pub" in shown
-    assert "0 signatures\nok: 2 models" in shown
+    assert "0 signatures, but a key was given\n1 fault: 2 models" in shown
     shown = run("verify", "model", *options).stdout
     assert f"  oms: not checked: no key was given (key {fingerprint[:16]})\n" in shown
     other = key_files(store.root.parent, "other").public
     # A key is reason enough to look at signatures.
-    shown = run("verify", "model", "--key", other, "--store", store.root).stdout
+    shown = run("verify", "model", "--key", other, "--store", store.root, exit_code=4).stdout
+    assert "2 signatures, none by a key that was given\n" in shown
+    assert "1 fault: 1 model" in shown
     assert f"  oms: not verified: signed by another key (key {fingerprint[:16]})\n" in shown
     value = run_json("verify", "model", "--quick", *options, "--key", key.public)
     (model,) = value["signatures"]

@@ -38,7 +38,7 @@ def test_names_the_signer_of_each_signature(store: LocalStore, key: KeyFiles) ->
         ("oms", "valid", "key.pub"),
     ]
     assert {one.key for one in model.signatures} == {public_key(key).fingerprint}
-    assert (plain.signatures, plain.is_faulty, plain.verdict) == ((), False, None)
+    assert (plain.signatures, plain.is_unsigned, plain.verdict) == ((), True, None)
 
 
 def test_does_not_vouch_for_keys_that_it_does_not_know(
