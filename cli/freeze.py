@@ -102,7 +102,7 @@ def _base_lines(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
     """Yield a line for each model with a base; for many with one base, a line for all unless --verbose is given."""
     groups: dict[Reference, list[FrozenModel]] = {}
     for model in frozen.models:
-        if model.base is not None:
+        if model.base is not None and model.stored < model.size:
             groups.setdefault(model.base, []).append(model)
     verb = "would compress to about" if dry_run else "compressed to"
     for base, models in groups.items():

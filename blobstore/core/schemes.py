@@ -28,7 +28,8 @@ _REGISTRIES: Final = (REGISTRY, "docker", *WEB)
 # A path object has lost one of the slashes.
 _SCHEME = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://|({'|'.join((*OBJECTS, REGISTRY, HUB))}):/")
 _RESPELLED = re.compile(rf"({'|'.join((*OBJECTS, REGISTRY, *WEB))}):/+(?=[^/])", re.IGNORECASE)
-_SHORT_HUB = re.compile(rf"{HUB}:(?!/)(.+)", re.DOTALL)
+_SHORT = re.compile(rf"({HUB}|{OLLAMA}):(?!/)(.+)", re.DOTALL)
+"""Matches what other programs write for addresses of the Hub and of Ollama."""
 _PUSH: Final = "'blobstore push' sends models there"
 _PULL: Final = "'blobstore pull' fetches models from there"
 _STORE: Final = (
@@ -57,8 +58,9 @@ def respelled(text: str) -> str:
 
 def advice_for(text: str, role: Role) -> str:
     """Return the command for a user who gave an address instead of a path; empty if unknown."""
-    if short := _SHORT_HUB.match(text):
-        return f"for the Hub's repository, say hf://{short[1]}" if role == "source" else ""
+    if short := _SHORT.match(text):
+        what = "the Hub's repository" if short[1] == HUB else "Ollama's model"
+        return f"for {what}, say {short[1]}://{short[2]}" if role == "source" else ""
     scheme, shown = scheme_of(text), without_secrets(text)
     if scheme == "file":
         return "write the path without file://"
@@ -87,10 +89,16 @@ def check_path(path: str | os.PathLike[str], role: Role) -> None:
     """Check that a text may be a path of this machine.
 
     Raises:
-        UsageError: it begins with ``scheme://``, or is neither a text nor a path.
+        UsageError: it begins with ``scheme://``, is ``-`` where something is written, or is neither a text nor a
+            path.
     """
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"a path is a text or a Path, got {quote(type(path).__name__)}")
+    if role == "target" and os.fspath(path) == "-":
+        raise UsageError(
+            "'-' is no path: nothing of this is written to standard output",
+            advice="give a path; './-' is a file of that name",
+        )
     if scheme_of(path) is not None:
         text = str(os.fspath(path))
         raise UsageError(

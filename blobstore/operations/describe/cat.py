@@ -93,9 +93,10 @@ def open_file(
 def _layer(files: ModelFiles, name: str) -> Descriptor:
     layer = files.files.get(name)
     if layer is None:
-        listed = join_some([quote(known) for known in files.files], _MAX_LISTED) or "none"
+        listed = join_some([quote(known) for known in files.files], _MAX_LISTED)
         raise FileNotFound(
-            f"model {files.reference} has no file {quote(name)}; its files are {listed}"
+            f"model {files.reference} has no file {quote(name)}",
+            advice=f"its files are {listed}" if listed else "it has no small files",
         )
     return layer
 

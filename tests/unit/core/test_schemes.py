@@ -35,6 +35,13 @@ def test_every_known_scheme_is_refused_with_advice(role: str, scheme: str) -> No
     assert caught.value.advice
 
 
+def test_a_dash_is_no_file_to_write() -> None:
+    with pytest.raises(UsageError, match="'-' is no path.*'./-' is a file"):
+        check_path("-", "target")
+    check_path("./-", "target")
+    check_path("-", "source")
+
+
 def test_an_unknown_scheme_is_refused_too_and_secrets_are_not_shown() -> None:
     with pytest.raises(UsageError) as caught:
         check_path("ftp://user:word@host/x", "target")
@@ -59,6 +66,7 @@ def test_an_address_that_is_nearly_one_is_spelled_right(text: str, address: str)
 
 def test_a_short_hub_id_gets_its_slashes() -> None:
     assert advice_for("hf:org/x", "source") == "for the Hub's repository, say hf://org/x"
+    assert advice_for("ollama:x:8b", "source") == "for Ollama's model, say ollama://x:8b"
     assert not advice_for("org/x", "source")
 
 
