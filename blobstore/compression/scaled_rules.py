@@ -9,7 +9,6 @@ thread takes subnormal numbers for 0.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,8 +55,6 @@ _LEAST_SCALE: Final = np.uint32((127 - 100) << 23)
 """The bits of 2**-100. With a smaller scale, flushed subnormal weights would have other codes than 0."""
 _INFINITY: Final = np.uint32(0xFF << 23)
 _E4M3_MAX: Final = np.float32(448)
-_TINY: Final = 0x3000
-"""The upper half of 2**-31, which is nearest to 0 in 8-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +225,8 @@ class Float8Rule(Rule):
 
     def _codes(self, values: Array) -> Array:
         """Return the codes of quotients, which are overwritten; NaN counts as the least one."""
+        from blobstore.quantization.numpy import codes_of_halves, upper_halves  # few blobs
+
         np.fmax(values, -_E4M3_MAX, out=values)
         np.fmin(values, _E4M3_MAX, out=values)
         if self.cast is DType.BF16:
@@ -235,10 +234,8 @@ class Float8Rule(Rule):
         else:
             if self.cast is DType.F16:
                 values = rounded(values, self.cast).astype(np.float32)
-            bits = values.view(np.uint32)
-            # The lowest bit of the upper half is set if any bit below is: those that decide are above it.
-            upper = ((bits & np.uint32(0xFFFF)) + np.uint32(0xFFFF) | bits) >> np.uint32(16)
-        found: Array = _e4m3_codes().take(upper)
+            upper = upper_halves(values)
+        found: Array = codes_of_halves(is_e4m3=True).take(upper)
         return found
 
 
@@ -269,15 +266,3 @@ def rule_of(record: bytes | memoryview) -> Rule:
             f"a rule of version {version} is unknown: {bytes(record).hex()}; a newer program may know it"
         )
     return found
-
-
-@cache
-def _e4m3_codes() -> Array:
-    """Return the codes nearest to the upper halves of float32, of at most 448."""
-    import ml_dtypes  # few blobs
-
-    halves = np.arange(1 << 15, dtype=np.uint32)
-    halves[:_TINY] = 0
-    values = np.fmin((halves << 16).view(np.float32), _E4M3_MAX)
-    codes = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return np.concatenate([codes, codes | np.uint8(0x80)])

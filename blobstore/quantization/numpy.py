@@ -231,14 +231,7 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
         exponent -= mantissa == 0.5  # a power of two
         scales = (exponent + _EXPONENT_BIAS).astype(np.uint8)
         numbers /= np.ldexp(np.float32(1), exponent)[:, None]
-    # Look the codes up by the upper 16 bits of the values. The lowest of these bits is set if any
-    # bit below is set; the bits that decide between two codes are all above it.
-    bits = numbers.view(np.uint32)
-    upper = bits & np.uint32(0xFFFF)
-    upper += np.uint32(0xFFFF)
-    upper |= bits
-    upper >>= np.uint32(16)
-    codes: Array = _codes(mode == "mxfp8").take(upper)
+    codes: Array = codes_of_halves(is_e4m3=mode == "mxfp8").take(upper_halves(numbers))
     if mode == "nvfp4":
         far = exact > _E2M1_FAR
         if far.any():
@@ -246,9 +239,22 @@ def _float(groups: Array, mode: str) -> tuple[Array, Array]:
     return codes, scales
 
 
+def upper_halves(numbers: Array) -> Array:
+    """Return the upper 16 bits of float32. The lowest of these is set if any bit below is set.
+
+    The bits that decide between two codes are all above it.
+    """
+    bits = numbers.view(np.uint32)
+    upper = bits & np.uint32(0xFFFF)
+    upper += np.uint32(0xFFFF)
+    upper |= bits
+    upper >>= np.uint32(16)
+    return upper
+
+
 @cache
-def _codes(is_e4m3: bool) -> Array:
-    """Return the codes of all 16-bit patterns, the upper halves of float32."""
+def codes_of_halves(*, is_e4m3: bool) -> Array:
+    """Return the codes of all 16-bit patterns, the upper halves of float32: of E4M3, or of E2M1."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(BF16).astype(np.float32)
     with np.errstate(invalid="ignore"):
         if is_e4m3:
