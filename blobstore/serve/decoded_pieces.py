@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from typing import TYPE_CHECKING
 
 from blobstore.core import capacity
@@ -38,11 +37,11 @@ class DecodedPieces:
                     await self._free.acquire()
                 break
             except TimeoutError:
-                slowest, since = next(iter(self._sending.items()), (None, math.inf))
-                if slowest is not None and clock() - since >= _GRACE_SECONDS:
-                    slowest.abort()
-                    # Its block, which now fails, frees the memory.
-                    del self._sending[slowest]
+                for slowest, since in [*self._sending.items()][:1]:
+                    if clock() - since >= _GRACE_SECONDS:
+                        slowest.abort()
+                        # Its block, which now fails, frees the memory.
+                        del self._sending[slowest]
         try:
             yield lambda: self._sending.__setitem__(transport, clock())
         finally:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.visible import Visible
 
+_NO_OTHERS: Final = "this server has no file of that name; of a repository with over 2,000 files, or with two that exclude each other, it has only those that it imports"
 _NO_SUCH_NAME: Final = "this server keeps no file of that name: it allows two folders, and letters, digits, '_', '.' and '-'"
 _MAX_PLAIN: Final = 10 << 20
 """Bytes of a file that the Hub keeps in git as it is, unless it has weights."""
@@ -103,8 +104,12 @@ def _content(call: Call, library: Visible) -> tuple[ServedModel, Content]:
     model = model_of(call, library, with_digests=True)
     content = model.files.get(call.path)
     if content is None:
-        is_kept = model.origin is None or is_valid_name(call.path)
-        raise Refusal(404, "EntryNotFound", "" if is_kept else _NO_SUCH_NAME, model.commit)
+        message = ""
+        if model.origin is not None and not is_valid_name(call.path):
+            message = _NO_SUCH_NAME
+        elif model.origin is not None and not model.origin.others:
+            message = _NO_OTHERS
+        raise Refusal(404, "EntryNotFound", message, model.commit)
     return model, content
 
 

@@ -261,6 +261,18 @@ def test_a_file_that_no_store_can_have_is_refused_by_its_name(
         assert headers["x-error-message"] == "the model has no such file"
 
 
+def test_a_file_of_too_many_is_not_said_to_be_absent(
+    hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
+) -> None:
+    for number in range(2000):
+        (repo.folder / f"{number}.onnx").touch()
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        arrived(server)
+        status, headers, _ = server.request(f"{AT}/7.onnx")
+        assert (status, headers["x-error-code"]) == (404, "EntryNotFound")
+        assert "over 2,000 files" in headers["x-error-message"]
+
+
 def test_a_gated_file_is_for_those_whom_the_upstream_lets_in(
     hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
 ) -> None:
