@@ -107,7 +107,8 @@ class PullThrough:
             StoreError: the store cannot be written.
         """
         self._library, self._store = library, library.store
-        self._fresh, self._note = fresh, partial(write_line, log)
+        self._holds = max(fresh, 1)  # long enough for the next request to use the answer
+        self._note = partial(write_line, log)
         self.peers = Peers(self._store, peers, self._note)
         self._rights = Rights(library.pulled, has_token=bool(token))
         self._upstreams = Upstreams(upstream, token, self.peers, self._rights)
@@ -492,7 +493,7 @@ class PullThrough:
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
-                holds = max(min(self._fresh, _RETRY_SECONDS), 1)
+                holds = min(self._holds, _RETRY_SECONDS)
                 self._tags.set(asked.reference, _Known(origin.commit, origin.peer), holds)
                 if is_public:
                     only = origin.commit if origin.peer else ""
@@ -511,19 +512,17 @@ class PullThrough:
 
     def _found(self, asked: Asked, found: FoundAt, client: str, now: float) -> None:
         """Remember the commit of a revision, and the right to it: of this client, or of everyone."""
-        # Long enough for the next request to use the answer.
-        holds = max(self._fresh, 1)
         if found.repository != asked.repository:
             if found.giver == UPSTREAM:
                 self._library.pulled.note_renamed(asked.repository, found.repository)
             requested, asked = any_tag(asked.reference), asked.called(found.repository)
-            self._renamed.set(requested, any_tag(asked.reference), holds)
+            self._renamed.set(requested, any_tag(asked.reference), self._holds)
         client = EVERYONE if found.is_peer else client
         only = "" if found.giver == UPSTREAM and found.is_whole else found.commit
-        until = time.monotonic() + holds
+        until = time.monotonic() + self._holds
         right = Right(found.giver, client, asked.repository, only, now, until)
         self._rights.give(right, {found.commit, *found.proven})
-        self._tags.set(asked.reference, _Known(found.commit, found.giver), holds)
+        self._tags.set(asked.reference, _Known(found.commit, found.giver), self._holds)
         is_judged = found.giver == UPSTREAM and found.is_whole
         if is_judged and self._library.pulled.of_repository(asked.repository):
             self._judge(found)
@@ -549,7 +548,7 @@ class PullThrough:
             except RemoteError:
                 pass  # it stays unknown
             else:
-                until = time.monotonic() + max(self._fresh, 1)
+                until = time.monotonic() + self._holds
                 right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
                 self._rights.give(right, proven)
 
