@@ -72,6 +72,7 @@ class BlobReader:
         self._bases: dict[str, Digest | None] = {}
         """The bases of the cold blobs among them."""
         self._local = threading.local()
+        self._saving = threading.Lock()
         self._caches: list[tuple[VerifiedBlobs, threading.Lock]] = []
         """The cache of each thread, with the lock that the thread holds while it uses it."""
 
@@ -233,10 +234,15 @@ class BlobReader:
                     lock.release()
 
     def _save(self, cache: VerifiedBlobs) -> None:
-        """Save the results of this thread from time to time."""
-        if time.monotonic() - self._local.saved > _SAVE_SECONDS:
-            cache.save()
-            self._local.saved = time.monotonic()
+        """Save the results of this thread from time to time, unless another one is saving its own."""
+        is_due = time.monotonic() - self._local.saved > _SAVE_SECONDS
+        # Several at once would take the processor from the loop, and replace each other's file if it grows.
+        if is_due and self._saving.acquire(blocking=False):
+            try:
+                cache.save()
+                self._local.saved = time.monotonic()
+            finally:
+                self._saving.release()
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[VerifiedBlobs]:

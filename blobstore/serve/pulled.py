@@ -159,6 +159,8 @@ class PulledModels:
         self._is_own = False
         self._version: FileVersion | None = None
         """Of the folder, when the records were read, if a later change is another version."""
+        self._is_absent = False
+        """Whether there was no such folder."""
         self._files: dict[str, tuple[FileVersion | None, _Record]] = {}
         self._records: dict[Commit, Origin] = {}
         """The records. The mapping is replaced and never changed, so that readers need no lock."""
@@ -207,7 +209,7 @@ class PulledModels:
                 return
             # Before the folder is listed: a change in between makes another version.
             version = FileVersion.of(self._folder)
-            if version is not None and version == self._version:
+            if version == self._version and (version is not None or self._is_absent):
                 return
             now = time.time_ns()
             files: dict[str, tuple[FileVersion | None, _Record]] = {}
@@ -239,6 +241,7 @@ class PulledModels:
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
+            self._is_absent = version is None
 
     def _set(
         self, records: dict[Commit, Origin], public: dict[str, bool], renamed: dict[str, str]
