@@ -14,7 +14,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.outcomes import Outcome, each_of
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NameUpdate, NewModel, NewSignature
@@ -166,7 +166,10 @@ def _copy_blobs(
                 workers.report(len(piece), label)
 
         # Decompressing frozen blobs twice would take longer than writing them in vain.
-        item = ingest.add(blob.size, pieces, once=True)
+        try:
+            item = ingest.add(blob.size, pieces, once=True)
+        except (BlobDamaged, BlobMissing) as error:
+            raise error.at(f"layer {quote(label)}") from None
         # The error ends the import, so the wrong bytes get no name.
         if item.digest != blob.digest:
             raise BlobDamaged(

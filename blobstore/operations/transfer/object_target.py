@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
+from blobstore.errors import BlobDamaged, BlobMissing, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model_addresses
 from blobstore.objects.leases import leased
@@ -134,7 +134,7 @@ class ObjectTarget:
 
         try:
             self.objects.put_blob(*blob.id, pieces())
-        except BlobDamaged as error:
+        except (BlobDamaged, BlobMissing) as error:
             raise error.at(f"layer {quote(blob.label)}") from None
         return {"sent": blob.size}
 
