@@ -204,6 +204,11 @@ def by_numbers(reference: Reference) -> tuple[list[str], list[int]]:
     return parts[::2], [int(part) for part in parts[1::2]]
 
 
+def is_alias_of(reference: Reference, model: Reference) -> bool:
+    """Return whether a name of a model is no step or version like its oldest one: ``best``, but not ``v2`` next to ``v1``."""
+    return by_numbers(reference)[0] != by_numbers(model)[0]
+
+
 def name_matches(reference: Reference, pattern: str) -> bool:
     """Return whether a glob matches a name, with or without the parts that may be left out.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.errors import UsageError
-from blobstore.manifests.reference import by_numbers
+from blobstore.manifests.reference import by_numbers, is_alias_of
 from blobstore.store.catalog import read_entries
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Reference]:
-    """Return models in the order of the numbers in their names; of several names of a model, the oldest.
+    """Return models in the order of the numbers in their names; of a model, not its aliases.
 
     Raises:
         ModelNotFound: the store has no such model.
@@ -26,11 +26,16 @@ def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Referen
         read_entries(store, references), key=lambda entry: (entry.modified, entry.reference)
     )
     own: dict[object, Reference] = {}
-    for entry in entries:  # using a manifest that cannot be read is the error
-        own.setdefault(entry.digest or entry.reference, entry.reference)
+    steps = [
+        entry.reference
+        for entry in entries  # using a manifest that cannot be read is the error
+        if not is_alias_of(
+            entry.reference, own.setdefault(entry.digest or entry.reference, entry.reference)
+        )
+    ]
     if len(own) < 2:
         raise UsageError(
             "there are fewer than two different models to compare",
             advice="name two steps of a run or more",
         )
-    return sorted(own.values(), key=by_numbers)
+    return sorted(steps, key=by_numbers)

@@ -18,7 +18,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest, NameConflict, UsageError
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, is_alias_of
 from blobstore.operations.maintenance.lost_manifests import GRACE
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.holdings import Holdings
@@ -220,12 +220,12 @@ def _rename(
 
 
 def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:
-    """Return whether the target is a tag of the source's name whose model has an older tag of that name."""
+    """Return whether the target is an alias, of the source's name, for a model that has an older tag of that name."""
     if target.parts[:-1] != source.parts[:-1]:
         return False
     entries = read_entries(store, store.tags(source))
     tags = [(entry.modified, entry.reference) for entry in entries if entry.digest == digest]
-    return min(tags, default=(0.0, target))[1] != target
+    return is_alias_of(target, min(tags, default=(0.0, target))[1])
 
 
 def _removable(store: LocalStore, references: Sequence[Reference]) -> list[CatalogEntry]:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.errors import UsageError
+from blobstore.manifests.reference import is_alias_of
 from blobstore.manifests.step_record import is_state, step_of
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
@@ -27,8 +28,8 @@ def expired_models(
     """Return which of some models may be removed, the oldest first. Nothing is removed.
 
     Models are grouped by name without the tag. If several tags of a name have one manifest, the oldest chosen one
-    is the model's own, and the others are aliases, such as ``best``: they do not count, and neither they nor their
-    models are removed. A training step and its state, ``run:step-1`` and ``run:step-1.state``, count as one model
+    is the model's own, and those that differ from it in more than numbers are aliases, such as ``best``: they do
+    not count, and neither they nor their models are removed. A training step and its state, ``run:step-1`` and ``run:step-1.state``, count as one model
     that is as new as the newer one, and an alias protects both. A manifest that cannot be read is kept.
 
     Args:
@@ -89,7 +90,10 @@ def _steps(
     steps: dict[Reference, list[_Named]] = {}
     protected: set[Reference] = set()
     for names in named.values():
-        own = [one for one in names if one.reference in with_state] or [oldest(names)]
+        model = oldest(names).reference
+        own = [one for one in names if one.reference in with_state] or [
+            one for one in names if not is_alias_of(one.reference, model)
+        ]
         for one in own:
             if one.reference in chosen:
                 steps.setdefault(step_of(one.reference), []).append(one)

@@ -29,6 +29,8 @@ def steps(store: LocalStore, names: list[str]) -> list[str]:
 def test_steps_are_in_the_order_of_their_numbers_without_aliases(store: LocalStore) -> None:
     assert list(map(str, steps_of(store, store.references()))) == ["run:s-2", "run:s-9", "run:s-10"]
     assert steps(store, ["run:best", "run:s-2"]) == ["run:best", "run:s-2"]
+    frozen.put(store, "run:s-11", {"w": 10})  # which changed nothing
+    assert steps(store, ["run:s-10", "run:s-9", "run:s-11"]) == ["run:s-9", "run:s-10", "run:s-11"]
 
 
 def test_a_manifest_that_cannot_be_read_is_a_step_of_its_own(store: LocalStore) -> None:

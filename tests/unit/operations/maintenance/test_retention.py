@@ -58,6 +58,16 @@ def test_an_alias_and_its_model_stay(store: LocalStore) -> None:
     assert expired(store, keep_last=1) == ["run:v2"]
 
 
+def test_a_model_that_did_not_change_is_as_many_steps_as_before(store: LocalStore) -> None:
+    for number in (4, 5):  # as a nightly import names it
+        copy_model("run:v2", f"run:v{number}", store=store)
+        os.utime(store.manifest_path(f"run:v{number}"), (time.time() + number,) * 2)
+    remove_models(["run:best"], store=store)
+    assert expired(store, keep_last=1) == ["run:v3", "run:v2", "run:v1", "run:v4"]
+    with pytest.raises(NameTaken):
+        copy_model("run:v1", "run:v5", store=store)
+
+
 def test_a_fresh_alias_ousts_no_newer_model(store: LocalStore) -> None:
     os.utime(store.manifest_path("run:best"))
     assert expired(store, keep_last=1) == ["run:v2"]
