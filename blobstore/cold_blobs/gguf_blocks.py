@@ -81,13 +81,13 @@ class Blocks(Weight):
         """Bytes of a sample of a row."""
         return self.sampled // self.group * self.block_size
 
-    def weights(self, read: Read, first: int) -> Array:
-        """Return the weights that a sample from row ``first`` on stands for. Raises what ``read`` raises."""
+    def weights(self, read: Read, begin: int) -> Array:
+        """Return what a sample from a weight on stands for, as float32. Raises what ``read`` raises."""
         import numpy as np
 
         from blobstore.gguf.dequantize import dequantize
 
-        at = self.places[0][0] + first * self.row_size
+        at = self.places[0][0] + begin // self.group * self.block_size
         data = read_bytes(read, at, self.sample_size)
         return dequantize(self.type_name, np.frombuffer(data, np.uint8))
 

@@ -49,22 +49,21 @@ class ScaledWeight(Weight):
         """Whether its rows follow by rules of their own: not if they may share scales."""
         return self.item.float8 is None
 
-    def weights(self, read: Read, first: int) -> Array:
-        """Return the weights that a sample from row ``first`` on stands for. Raises what ``read`` raises."""
+    def weights(self, read: Read, begin: int) -> Array:
+        """Return what a sample from a weight on stands for, as float32. Raises what ``read`` raises."""
         import ml_dtypes
         import numpy as np
 
         from blobstore.quantization.numpy import dequantize
 
-        counts = [self.sampled * self.item.bits // 8]
-        counts += [self.sampled // self.group * self.scale.bits // 8] * 2
         if self.item.float8 is not None:  # whose scales change angles little
-            begin = self.places[0][0] + first * self.columns
-            data = read_bytes(read, begin, counts[0])
+            data = read_bytes(read, self.places[0][0] + begin, self.sampled)
             return np.frombuffer(data, ml_dtypes.float8_e4m3fn).astype(np.float32)
         codes, *factors = (
-            read_bytes(read, begin + size // self.rows * first, count)
-            for (begin, size), count in zip(self.places, counts, strict=True)
+            read_bytes(
+                read, place + size * begin // self.elements, size * self.sampled // self.elements
+            )
+            for place, size in self.places
         )
         kinds = {DType.F32: np.float32, DType.F16: np.float16, DType.BF16: ml_dtypes.bfloat16}
         scales, biases = (np.frombuffer(item, kinds[self.scale])[None] for item in factors)

@@ -168,8 +168,8 @@ class Weight(ABC):
         return True
 
     @abstractmethod
-    def weights(self, read: Read, first: int) -> Array:
-        """Return the weights that a sample from row ``first`` on stands for. Raises what ``read`` raises."""
+    def weights(self, read: Read, begin: int) -> Array:
+        """Return what a sample from a weight on stands for, as float32. Raises what ``read`` raises."""
 
     @abstractmethod
     def rules(self, read: Read, dtype: DType) -> Iterator[Rule]:
@@ -194,10 +194,10 @@ class Weight(ABC):
         return [self.part(number * rows, rows) for number in range(count)]
 
     def unit_vector(self, read: Read) -> Array:
-        """Return weights of the first and the last row as :func:`unit_vector`. Raises what ``read`` raises."""
+        """Return the first and the last weights as :func:`unit_vector`. Raises what ``read`` raises."""
         import numpy as np
 
-        ends = [self.weights(read, first) for first in (0, self.rows - 1)]
+        ends = [self.weights(read, begin) for begin in (0, self.elements - self.sampled)]
         return unit_vector(np.concatenate(ends))
 
 
