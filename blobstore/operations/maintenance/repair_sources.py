@@ -253,8 +253,8 @@ def open_other(
 ) -> Iterator[OtherModels | None]:
     """Yield the models of the store, or at the address, ``source``; None if it is neither.
 
-    Models of a remote have the names that ``pull`` gives them. One model alone has the name in ``names``, if that
-    is one.
+    Models of a remote have the names that ``pull`` gives them, and those of ``names`` that differ in the host alone.
+    One model alone has the name in ``names``, if that is one.
 
     Raises:
         BlobstoreError: the remote cannot be read.
@@ -274,6 +274,10 @@ def open_other(
             with contextlib.suppress(Damaged, NotFound, UnsupportedSource):  # others may be of use
                 found = stack.enter_context(find_model(entry.address, plain_http=plain_http))
                 models[found.address.name()] = found
+        for name in names:  # the host of a server is no part of its own names
+            alike = [one for one in models if one.parts[1:] == name.parts[1:]]
+            if len(alike) == 1:
+                models.setdefault(name, models[alike[0]])
         yield RemoteModels(models)
 
 

@@ -86,6 +86,11 @@ def test_damage_is_repaired_from_an_address(kind: str, store: LocalStore, tmp_pa
         done = repair_models(["a"], f"{start}/a", store=store)
         assert [str(item.reference) for item in done.restored] == ["a:latest"]
         assert ([item.digest for item in done.repaired], done.faults) == ([blob], ())
+
+        if kind != "registry":  # whose models have a namespace
+            forget_manifests(store, "b")
+            done = repair_models(["b"], start, store=store)
+            assert [str(item.reference) for item in done.restored] == ["b:latest"]
     assert not verify_models(store=store).faults
 
 
