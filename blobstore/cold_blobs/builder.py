@@ -94,9 +94,15 @@ class ColdBlobBuilder:
         self.fallbacks: set[Digest] = set()
         """Blobs that are compressed alone, because their delta or their base is not intact."""
 
-    def estimate(self, blob: Descriptor) -> int:
-        """Return about the compressed size of a blob. Raises as :meth:`SizeEstimator.estimate`."""
-        return self._estimator.estimate(blob.id, self._base_of(blob))
+    def estimate(self, blob: Descriptor) -> tuple[int, Digest | None]:
+        """Return about the compressed size of a blob, and its base if that saves enough.
+
+        Raises as :meth:`SizeEstimator.estimate`.
+        """
+        base = self._base_of(blob)
+        size = self._estimator.estimate(blob.id, base)
+        saves = base is not None and size < self._estimator.estimate(blob.id)
+        return size, base.digest if base is not None and saves else None
 
     def _base_of(self, blob: Descriptor) -> BlobId | None:
         """Return the base that a blob is to be encoded against, if that is intact and can be kept."""

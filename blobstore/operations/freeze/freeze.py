@@ -251,12 +251,12 @@ class _Run:
         for blob in self._plan.blobs.values():
             if self._is_to_encode(blob, needs):
                 try:
-                    stored = self._builder.estimate(blob)
+                    stored, base = self._builder.estimate(blob)
                 except (BlobMissing, BlobDamaged) as error:
                     self._add_fault(blob, error)
                 else:
                     is_gain = count_blocks(stored) < count_blocks(blob.size)
-                    self._add(blob, *(("frozen", stored) if is_gain else ("no gain",)))
+                    self._add(blob, *(("frozen", stored, base) if is_gain else ("no gain",)))
             pool.report(blob.size, blob.name)
 
     def freeze(self, pool: WorkerPool) -> None:

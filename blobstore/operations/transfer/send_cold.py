@@ -122,7 +122,7 @@ class ColdBlobs:
         Raises:
             BlobMissing, BlobDamaged: the blob is not intact.
         """
-        return self.stored_size(blob) or self._builder.estimate(blob)
+        return self.stored_size(blob) or self._builder.estimate(blob)[0]
 
     @contextlib.contextmanager
     def encoded(self, blob: Descriptor, report: Report) -> Iterator[ColdFile | None]:

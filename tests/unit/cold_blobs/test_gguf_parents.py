@@ -297,9 +297,12 @@ def test_no_parents_are_searched_without_bases(store: LocalStore) -> None:
 
 def test_a_dry_run_finds_the_parents(store: LocalStore) -> None:
     matrix = source(1)
-    put(store, "weights", {NAME: weight_blob(NAME, matrix)})
-    put(store, "q", {NAME: block_blob(NAME, "Q4_0", matrix)})
-    assert freeze_models(["q"], store=store, dry_run=True).stored < LITTLE
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    child = put(store, "q", {NAME: block_blob(NAME, "Q4_0", matrix)})[NAME]
+    planned = freeze_models(["q"], store=store, dry_run=True)
+    assert planned.stored < LITTLE
+    assert bases_of(planned) == {child: parent}
+    assert [str(model.base) for model in planned.models] == ["weights:latest"]
 
 
 def test_weights_with_a_ladder_are_no_delta_themselves(store: LocalStore) -> None:

@@ -441,7 +441,7 @@ def test_a_dry_run_promises_no_gain_below_a_block(
     size = layers(store, "a")["x"].size
     block = (size - 1) // BLOCK * BLOCK  # what is behind it takes a block too
     for stored, outcome in ((block + 1, "no gain"), (block, "frozen")):
-        monkeypatch.setattr(ColdBlobBuilder, "estimate", lambda *_, stored=stored: stored)
+        monkeypatch.setattr(ColdBlobBuilder, "estimate", lambda *_, stored=stored: (stored, None))
         assert outcomes(freeze_models(["a"], store=store, dry_run=True)) == {"x": outcome}
 
 
