@@ -182,12 +182,13 @@ def create_all(
                     step = progress and partial(
                         _report, progress, f"{number} of {len(models)} models, {name}"
                     )
-                    exclude = choices.source.exclude + (STEPS,) * (model.source in runs)
-                    read = replace(
-                        choices.source, weights=model.weights or weights, exclude=exclude
-                    )
+                    read = replace(choices.source, weights=model.weights or weights)
                     own = choices._replace(source=read)
-                    created = _create(downloads, model.source, reference, store, step, own, options)
+                    if model.source in runs:  # not recorded: create without --all makes the same
+                        read = replace(read, exclude=(*read.exclude, STEPS))
+                    created = _create(
+                        downloads, model.source, reference, store, step, read, own, options
+                    )
                     # The models that it leaves out are imported too.
                     notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
                     created = replace(created, notices=tuple(notices))
@@ -208,6 +209,7 @@ def _create(
     reference: Reference,
     store: LocalStore,
     progress: Progress | None,
+    read: SourceOptions,
     choices: ImportOptions,
     options: CreateOptions,
 ) -> Created:
@@ -219,7 +221,7 @@ def _create(
     with (
         advising_download(),
         opened_with(
-            downloads, os.fspath(source), choices.source, sha256, progress, in_cache=in_cache
+            downloads, os.fspath(source), read, sha256, progress, in_cache=in_cache
         ) as opened,
     ):
         return import_source(

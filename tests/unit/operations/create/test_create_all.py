@@ -274,6 +274,10 @@ def test_steps_of_a_run_are_tags_of_one_name_in_their_order(
 def test_the_model_of_a_run_has_nothing_of_its_steps(store: LocalStore, tmp_path: Path) -> None:
     out = write_folder(tmp_path / "out", dense_tensors())
     step(out, 1)
+    alone = create(out, store=tmp_path / "alone")
+    last, _ = create_all(out, store=tmp_path / "all")
+    assert last.created is not None
+    assert last.created.digest == alone.digest
     for name in ("optimizer.pt", "checkpoint-1/optimizer.pt"):
         (out / name).write_bytes(b"state of " + name.encode())
     keep = SourceOptions(keep=("*.pt",))
