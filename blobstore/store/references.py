@@ -171,8 +171,7 @@ class References:
 
     def digests(self, numbers: Iterable[int]) -> set[str]:
         """Return the hex digests of blobs."""
-        text = self._digests.hex()
-        return {text[64 * number : 64 * number + 64] for number in numbers}
+        return {self._digests[32 * number : 32 * number + 32].hex() for number in numbers}
 
     def starting_with(self, start: str) -> set[int]:
         """Return the numbers of the blobs whose hex digests begin with a text."""

@@ -42,6 +42,7 @@ from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import (
     digest_of,
     digests_of,
+    each_file,
     each_name,
     files_without,
     scan_folder,
@@ -201,12 +202,7 @@ class _Collection:
         self._lost = {} if self._force else self._store.names.published.lost()
         self._lost_blobs = hex_digests_of(self._lost)
         cold, hot = self._store.folder("cold"), self._store.folder("blobs")
-        reached = self._marks.reached()
-        garbage: dict[Path, list[str]] = {}
-        for folder in (cold, hot):
-            names = each_name(folder)
-            self._blob_count += len(names)
-            garbage[folder] = sorted(n for n in names if n.removeprefix(_PREFIX) not in reached)
+        garbage = {folder: self._unreached(folder) for folder in (cold, hot)}
         digests = digests_of(chain.from_iterable(garbage.values()))
         links = digests_of(each_name(self._store.folder("bases")))
         # Such a link may be the base of a missing blob, and any manifest may reference that.
@@ -229,6 +225,15 @@ class _Collection:
                     item = _Candidate(folder, below, name, digest)
                     (deltas if is_delta else others).append(item)
         return deltas, others
+
+    def _unreached(self, folder: Path) -> list[str]:
+        """Return the files of a folder that no manifest seems to reference, sorted, and count all of them."""
+        reached, found = self._marks.reached(), []
+        for entry in each_file(folder):  # a list of all would take more memory than the references
+            self._blob_count += 1
+            if entry.name.removeprefix(_PREFIX) not in reached:
+                found.append(entry.name)
+        return sorted(found)
 
     def refusal(self, candidates: list[_Candidate]) -> str:
         """Return why removing so many blobs is implausible; empty if it is not.
@@ -382,8 +387,8 @@ class _Collection:
     def _there(self, blobs: set[str]) -> set[str]:
         """Return the hex digests of those of some blobs that the store has, hot or cold."""
         folders = (self._store.folder("blobs"), self._store.folder("cold")) if blobs else ()
-        names = chain.from_iterable(map(each_name, folders))
-        return {digest for name in names if (digest := name.removeprefix(_PREFIX)) in blobs}
+        files = chain.from_iterable(map(each_file, folders))
+        return {digest for one in files if (digest := one.name.removeprefix(_PREFIX)) in blobs}
 
     def look_for_leftovers(self) -> None:
         """Read without the lock what takes long and seldom changes: signatures, and former manifests."""
