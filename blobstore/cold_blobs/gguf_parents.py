@@ -54,6 +54,8 @@ _DIVIDED: Final = (
 """Parts of the names of weights that other files have in parts, fused with others, or with more rows."""
 _WIDTHS: Final = (34 / 32, 2, 4)
 """Bytes of a weight: in blocks of Q8_0, and as floats."""
+_FUSED: Final = 3
+"""Weights that are fused with others, as queries are with keys and values."""
 _MOST_PARTS: Final = 16
 """The most by which the sizes of such weights differ, unless they are experts."""
 _MAX_COMPARED: Final = 8
@@ -138,7 +140,7 @@ class ParentFinder:
             if _EXPERTS in blob.name and size <= blob.size:
                 return True
             may_differ = is_divided or _is_divided(blob.name)
-            if may_differ and size <= 2 * blob.size <= 2 * _MOST_PARTS * size:
+            if may_differ and size <= _FUSED * blob.size and blob.size <= _MOST_PARTS * size:
                 return True
             if any(count * width < blob.size <= count * width + _MAX_HEADER for width in _WIDTHS):
                 return True
@@ -221,7 +223,7 @@ class ParentFinder:
         if not (self._counts[count] or _is_divided(name)):
             return []
         if source.elements < count:
-            return [source] if count <= 2 * source.elements else []
+            return [source] if count <= _FUSED * source.elements else []
         return source.parts(count)[:_MOST_PARTS]
 
     def _similar(self, child: _Child, samples: _Samples) -> list[_Candidate]:
