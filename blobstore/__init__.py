@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
-    from blobstore.operations.create.plan import ModelPlan, QuantizeOptions
     from blobstore.operations.create.save import save
     from blobstore.operations.describe.cat import read_file
     from blobstore.operations.describe.disk_usage import StoreUsage
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.sync import sync_models as sync
     from blobstore.pages.write import Page
     from blobstore.pages.write import write_page as page
+    from blobstore.planning.plan import ModelPlan, QuantizeOptions
     from blobstore.remotes.addresses import ReadPlan
     from blobstore.serve.start import RunningServer, start_server
     from blobstore.sources.base import SourceOptions
@@ -130,14 +130,14 @@ _HOMES = {
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
-    "ModelPlan": ("blobstore.operations.create.plan", "ModelPlan"),
+    "ModelPlan": ("blobstore.planning.plan", "ModelPlan"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Page": ("blobstore.pages.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
     "PushedVersion": ("blobstore.operations.follow.push_version", "PushedVersion"),
-    "QuantizeOptions": ("blobstore.operations.create.plan", "QuantizeOptions"),
+    "QuantizeOptions": ("blobstore.planning.plan", "QuantizeOptions"),
     "ReadPlan": ("blobstore.remotes.addresses", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RegistryOptions": ("blobstore.operations.transfer.registry_target", "RegistryOptions"),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import CreateOptions
     from blobstore.operations.create.create_all import CreatedModel
-    from blobstore.operations.create.grouping import ExpertForm
-    from blobstore.operations.create.plan import ModelPlan, PlannedTensor
+    from blobstore.planning.grouping import ExpertForm
+    from blobstore.planning.plan import ModelPlan, PlannedTensor
     from blobstore.quantization.policy import PolicyName
     from blobstore.store.local import LocalStore
 
@@ -148,7 +148,7 @@ def command(
 
         show_parts(source, out)
         return
-    from blobstore.operations.create.plan import QuantizeOptions
+    from blobstore.planning.plan import QuantizeOptions
     from blobstore.sources.base import SourceOptions
 
     choices: CreateOptions = {

@@ -56,8 +56,8 @@ def command(
     create" takes. All workers must reach the sources and the store by the same paths. Models whose
     names are there already are skipped, so the same command continues what was interrupted.
     """
-    from blobstore.operations.create.plan import QuantizeOptions
     from blobstore.operations.ingest.ingest import ingest, read_list
+    from blobstore.planning.plan import QuantizeOptions
 
     try:
         items = read_list(list_)

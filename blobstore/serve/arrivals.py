@@ -29,8 +29,8 @@ from blobstore.errors import (
 )
 from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.gc import remove_blobs
+from blobstore.planning.import_options import ImportOptions
 from blobstore.serve.arriving_file import ArrivingFile
 from blobstore.serve.fetch import Fetch, lacks_files
 from blobstore.serve.import_memory import ImportMemory

@@ -12,7 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.errors import BlobstoreError, StoreError
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors import edit, safe_open
 from blobstore.safetensors.numpy import save_file
 from blobstore.store.local import LocalStore

@@ -16,13 +16,13 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.create.create import create, import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair import repair_models
+from blobstore.planning.import_options import ImportOptions
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.rights import Right, Rights

@@ -12,7 +12,7 @@ import numpy as np
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.operations.create.plan import plan_source
+from blobstore.planning.plan import plan_source
 from blobstore.sources.open import open_source
 from tests.benchmarks import common
 

@@ -21,7 +21,7 @@ import torch
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as torch_engine
 from blobstore.quantization.formats import FORMATS, QuantFormat

@@ -22,8 +22,8 @@ import torch
 import blobstore
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization import torch as engine
 from blobstore.quantization.formats import FORMATS, Float8Layout

@@ -17,7 +17,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.planning.plan import QuantizeOptions, plan_source
 
 FOLDER = Path(__file__).parents[1] / "data" / "policies"
 _FOUR = {"num_hidden_layers": 4}

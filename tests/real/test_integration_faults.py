@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.support.clients import run_python

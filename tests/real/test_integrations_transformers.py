@@ -39,10 +39,10 @@ from blobstore.integrations.transformers import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.frameworks import ArrayTarget
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors import cuda
 from blobstore.safetensors.cuda import TorchStagingBuffer
 from blobstore.store.local import LocalStore

@@ -12,9 +12,9 @@ import transformers
 from safetensors import safe_open
 
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.planning.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.real.tiny import logits, make
 from tests.support.options import grouped

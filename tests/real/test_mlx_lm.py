@@ -13,9 +13,9 @@ import transformers
 import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.real import tiny

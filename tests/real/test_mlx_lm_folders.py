@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import blobstore
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.real import test_integrations_mlx_lm as helpers
 from tests.real.test_linking import assert_opened_by_safetensors

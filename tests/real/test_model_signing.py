@@ -11,9 +11,9 @@ import pytest
 import blobstore
 from blobstore.folders.digests import Layout
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.faults.processes import Ended
 from tests.support.clients import run_client

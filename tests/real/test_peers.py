@@ -19,11 +19,11 @@ from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create, import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.planning.import_options import ImportOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.store import RemoteSource
 from blobstore.serve import peers

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.clients import FRAMEWORKS, HUB, run_client
 from tests.support.models import write_folder

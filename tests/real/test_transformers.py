@@ -15,10 +15,10 @@ import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.real.tiny import logits, make
 

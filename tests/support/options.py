@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from blobstore.core.arguments import one_or_more
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.transfer.registry_target import RegistryOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
 
 _GROUPS: dict[str, type[Any]] = {

@@ -20,7 +20,7 @@ import numpy as np
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.serve.library import Library
 from blobstore.serve.names import IMAGE
 from blobstore.serve.unprepared import prepared

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Window
-    from blobstore.operations.create.grouping import BlobPlan
     from blobstore.operations.create.step import StepPlan
+    from blobstore.planning.grouping import BlobPlan
 
 Shape = tuple[int, ...]
 

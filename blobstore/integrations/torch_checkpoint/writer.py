@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from blobstore.integrations.torch_checkpoint.exchange import Windows
     from blobstore.integrations.torch_checkpoint.places import Place, StepImport
     from blobstore.operations.create.create import BlobAdder
-    from blobstore.operations.create.grouping import BlobPlan
     from blobstore.operations.create.save import File
+    from blobstore.planning.grouping import BlobPlan
     from blobstore.quantization.recipes import Recipe
     from blobstore.store.ingest import Ingested
     from blobstore.store.local import StoreLike

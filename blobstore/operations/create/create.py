@@ -27,7 +27,6 @@ from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
-from blobstore.operations.create.import_options import ImportOptions, source_record
 from blobstore.operations.create.jobs import (
     SharedImport,
     add_blob,
@@ -36,8 +35,9 @@ from blobstore.operations.create.jobs import (
     reporting,
 )
 from blobstore.operations.create.ollama import opened_source
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import is_elsewhere, source_name
+from blobstore.planning.import_options import ImportOptions, source_record
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.representable import UnreadableGroups
 from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
-    from blobstore.operations.create.grouping import BlobPlan, ExpertForm
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.planning.grouping import BlobPlan, ExpertForm
+    from blobstore.planning.plan import ModelPlan
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Buffers, Ingest, Ingested
     from blobstore.store.names import Name

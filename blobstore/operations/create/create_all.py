@@ -27,9 +27,7 @@ from blobstore.errors import (
 from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.operations.create.create import CreateOptions, import_source, opened_with
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.create.ollama import SCHEME, ollama_models
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_names import (
     STEP,
     STEPS,
@@ -41,6 +39,8 @@ from blobstore.operations.create.source_names import (
     path_name,
     step_order,
 )
+from blobstore.planning.import_options import ImportOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree

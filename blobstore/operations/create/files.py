@@ -13,7 +13,7 @@ from blobstore.core.files import open_regular
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig
-from blobstore.operations.create.grouping import stacked_sources
+from blobstore.planning.grouping import stacked_sources
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.core.files import Opener
-    from blobstore.operations.create.grouping import BlobPlan
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.planning.grouping import BlobPlan
+    from blobstore.planning.plan import ModelPlan
     from blobstore.sources.base import TensorSource
 
 _CHUNK = 1 << 20

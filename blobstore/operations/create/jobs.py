@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.operations.create.grouping import BlobPlan
+    from blobstore.planning.grouping import BlobPlan
     from blobstore.sources.base import TensorSource
     from blobstore.sources.versions import SourceVersions
     from blobstore.store.ingest import Buffers, Ingest, Ingested

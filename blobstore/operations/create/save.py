@@ -21,7 +21,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.import_options import ImportOptions
+from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.memory import MemorySource
 from blobstore.sources.small_files import MAX_SMALL_FILE
 from blobstore.store.local import LocalStore, StoreLike

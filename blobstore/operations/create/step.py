@@ -23,7 +23,7 @@ from blobstore.manifests.step_record import (
 )
 from blobstore.operations.create.create import add_files, publish_blobs
 from blobstore.operations.create.files import FileLayer, file_layers, stacks_layer
-from blobstore.operations.create.import_options import ImportOptions, source_record
+from blobstore.planning.import_options import ImportOptions, source_record
 from blobstore.quantization.detect import is_marker
 from blobstore.quantization.recipes import Copied
 from blobstore.sources.memory import MemorySource
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.create import BlobAdder
-    from blobstore.operations.create.grouping import BlobPlan
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.planning.grouping import BlobPlan
+    from blobstore.planning.plan import ModelPlan
     from blobstore.store.ingest import Ingest, Ingested
     from blobstore.store.local import LocalStore
     from blobstore.store.names import NameUpdate

@@ -285,6 +285,6 @@ def model_source(
 def check_options(record: SourceRecord) -> None:
     """Check that the recorded options are options of ``create``. Raises BlobDamaged if not."""
     if record.options:  # most models have none, and this imports what plans an import
-        from blobstore.operations.create.import_options import ImportOptions
+        from blobstore.planning.import_options import ImportOptions
 
         ImportOptions.from_json(record.options)

@@ -14,7 +14,7 @@ from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
 from blobstore.folders.original import plan_original
 from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.contents import ModelContents
-from blobstore.operations.create.import_options import ImportOptions
+from blobstore.planning.import_options import ImportOptions
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from blobstore.sources.base import SourceFile
 from blobstore.sources.versions import SourceVersions

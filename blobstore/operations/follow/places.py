@@ -15,9 +15,9 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.planning.import_options import ImportOptions
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import is_address, is_in_objects
 from blobstore.remotes.transfer_cache import PullRecord

@@ -18,9 +18,9 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, ModelNotFound
 from blobstore.manifests.model import Manifest
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.follow.patched_model import PatchedModel, TrainedModel
 from blobstore.operations.follow.places import ClosedPlace, Installed, Look
+from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_deltas import new_checksum

@@ -28,7 +28,6 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
     OtherBlobs,
@@ -37,6 +36,7 @@ from blobstore.operations.maintenance.repair_sources import (
     open_other,
 )
 from blobstore.operations.maintenance.verify import Verified, verify_models
+from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import pin, states, which_are_whole

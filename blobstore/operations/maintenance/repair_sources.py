@@ -20,9 +20,9 @@ from blobstore.core.escape import quote
 from blobstore.core.schemes import scheme_of
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedSource, UsageError
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
-from blobstore.operations.create.grouping import EXPERT_FORMS
-from blobstore.operations.create.import_options import ImportOptions, source_record
-from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.planning.grouping import EXPERT_FORMS
+from blobstore.planning.import_options import ImportOptions, source_record
+from blobstore.planning.plan import QuantizeOptions, plan_source
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.quantization.tensor_bytes import Converter
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.objects.source import ObjectSource
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.planning.plan import ModelPlan
     from blobstore.registry.store import RemoteSource
     from blobstore.sources.base import SourceOptions, TensorSource
 

@@ -27,9 +27,9 @@ from blobstore.manifests.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.manifests.reference import Names, Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.transfer.many import place_of, pull_order
 from blobstore.operations.transfer.pull import STREAMS, pull_model
+from blobstore.planning.import_options import ImportOptions
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry

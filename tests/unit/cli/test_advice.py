@@ -326,7 +326,7 @@ def no_8_bit_floats_with_scales(folder: Path, _: LocalStore) -> Case:
     save_file({"a.weight": weight, "a.weight_scale_inv": scales}, path)
     values = [("NAME", "m"), ("FOLDER", folder / "plain")]
     cause = ["create", path, "m", "--decode"]
-    return Case("blobstore/operations/create/plan.py", cause, 0, (), values)
+    return Case("blobstore/planning/plan.py", cause, 0, (), values)
 
 
 def globals_of_a_checkpoint(folder: Path, _: LocalStore) -> Case:

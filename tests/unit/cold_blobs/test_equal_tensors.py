@@ -13,12 +13,12 @@ from blobstore.cold_blobs import equal_tensors
 from blobstore.cold_blobs.blob_encoder import SizeEstimator
 from blobstore.cold_blobs.tensor_index import Piece, probe_of
 from blobstore.core.digest import Digest
-from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.freeze.freeze import Frozen, freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.converted import write_converted
 from tests.support.frozen import COUNT, forms_of, layer, layers, tuned, weights

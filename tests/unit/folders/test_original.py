@@ -26,7 +26,6 @@ from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
-from blobstore.operations.create import import_options as record_module
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
@@ -35,6 +34,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning import import_options as record_module
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip

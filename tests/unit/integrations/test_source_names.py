@@ -30,7 +30,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder

@@ -14,8 +14,8 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors.header import encode_header
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore

@@ -13,7 +13,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models import dequantize as unpacking
 from blobstore.models.dequantize import plain_pieces
 from blobstore.models.tensors import StoredTensor, read_tensors
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore

@@ -23,8 +23,8 @@ from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, Unsupport
 from blobstore.models import frameworks
 from blobstore.models.device import _Ring, transfer
 from blobstore.models.header_index import TensorLocation
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import torch as torch_quantization
 from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.store.local import LocalStore

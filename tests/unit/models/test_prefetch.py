@@ -14,8 +14,8 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, TensorNotFound, UsageError
 from blobstore.objects.store import ObjectStore, blob_key
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import Model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
 from tests.support.models import write_folder

@@ -20,8 +20,8 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import Model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, truncate
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder

@@ -24,7 +24,6 @@ from blobstore.models.source_layers import left_out_tensors, read_source_record
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
@@ -32,6 +31,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.damage import blob_path, flip

@@ -45,12 +45,12 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.open import Verify
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.pages.ancestry import Parent, find_delta_bases, find_parents
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs, quantizable_tensors, write_folder

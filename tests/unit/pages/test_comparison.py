@@ -11,8 +11,8 @@ import pytest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, compare_models
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages.comparison import comparison_data, comparison_page
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.error_metrics import WorstGroup
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser

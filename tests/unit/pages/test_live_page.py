@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages.live_page import live_state
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put

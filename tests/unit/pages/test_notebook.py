@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import open_model
 from blobstore.pages.notebook import store_picture
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put

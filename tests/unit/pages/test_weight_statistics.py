@@ -9,9 +9,9 @@ from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.pages import weight_statistics
 from blobstore.pages.weight_statistics import histogram, measure_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.converted import write_converted
 from tests.support.models import quantizable_tensors, write_folder

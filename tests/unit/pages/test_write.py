@@ -18,11 +18,11 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.pages.model_view import GridTensor, grid
 from blobstore.pages.shell import render_page
 from blobstore.pages.write import page_data, write_page
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put

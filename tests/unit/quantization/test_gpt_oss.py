@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 import blobstore
 from blobstore.errors import UnsupportedSource
 from blobstore.manifests import media_types
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.gpt_oss import is_gpt_oss
 from blobstore.store.local import LocalStore

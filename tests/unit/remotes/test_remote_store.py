@@ -23,10 +23,10 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.transfer.push import push_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.remotes.addresses import Cache
 from blobstore.remotes.blob_cache import evict_models
 from blobstore.remotes.cold_layers import format_cold_layers, parse_cold_layers

@@ -18,11 +18,11 @@ from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.repair import repair_models
+from blobstore.planning.import_options import ImportOptions
 from blobstore.serve import cache_limit
 from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.cache_limit import CacheLimit

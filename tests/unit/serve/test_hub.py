@@ -13,9 +13,9 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.serve.hub_files import date_of
 from blobstore.serve.library import Library
 from blobstore.serve.visible import Visible

@@ -16,7 +16,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import NameTaken, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
-from blobstore.operations.create.import_options import ImportOptions
+from blobstore.planning.import_options import ImportOptions
 from blobstore.serve import pulled as records
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder

@@ -13,8 +13,8 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
-from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.planning.import_options import ImportOptions
 from blobstore.serve.library import Library, ServedModel
 from blobstore.serve.messages import Content
 from blobstore.serve.pulled import Origin

@@ -11,8 +11,8 @@ import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.models.source_layers import read_stacks
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder

@@ -13,8 +13,8 @@ import pytest
 import blobstore
 from blobstore.errors import BlobMissing, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
 from tests.support.pack_quantized import packed_weight, write_packed

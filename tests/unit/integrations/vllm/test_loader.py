@@ -16,8 +16,8 @@ import torch
 import blobstore
 from blobstore.errors import BlobstoreError
 from blobstore.models.frameworks import ArrayTarget
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.open import open_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support import fake_vllm
 from tests.support.models import write_folder

@@ -21,8 +21,8 @@ from blobstore.errors import (
 from blobstore.integrations.source_names import PublishedTensors
 from blobstore.integrations.vllm import settings
 from blobstore.integrations.vllm.settings import Settings, engine_options
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
 from tests.support.options import grouped

@@ -15,8 +15,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import Comparison, TensorError, _measure, compare_models
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.open import open_model
+from blobstore.planning.grouping import ExpertForm
 from blobstore.quantization.error_metrics import WorstGroup
 from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, add_blobs, blob, dense_tensors, write_folder

@@ -10,7 +10,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pairing, pair_tensors
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
+from blobstore.planning.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import (

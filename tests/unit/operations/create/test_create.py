@@ -27,9 +27,9 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore

@@ -21,8 +21,8 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.retention import expired_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid

@@ -11,7 +11,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
-from blobstore.operations.create.plan import ModelPlan, plan_source
+from blobstore.planning.plan import ModelPlan, plan_source
 from blobstore.sources.base import SourceFile
 from blobstore.sources.open import open_source
 from tests.support.models import dense_tensors, moe_tensors, write_folder

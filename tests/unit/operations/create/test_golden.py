@@ -14,8 +14,8 @@ from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
+from blobstore.planning.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.options import grouped
 

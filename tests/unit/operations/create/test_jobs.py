@@ -16,8 +16,8 @@ from distributed import Client, LocalCluster
 import blobstore
 from blobstore.errors import BlobstoreError, DamagedSource, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import tensor_bytes
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip

@@ -10,7 +10,7 @@ from pathlib import Path
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.grouping import ExpertForm
+from blobstore.planning.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import add_blobs, blob, with_layers

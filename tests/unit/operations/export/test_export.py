@@ -26,13 +26,13 @@ from blobstore.folders.writer import HashedBlob
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.header import encode_header

@@ -23,13 +23,13 @@ from blobstore.manifests.source_record import Gap, SourceRecord
 from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.quantization.formats import GGUF_TYPES
 from blobstore.store.local import LocalStore
 from tests.readers.gguf_models import read_files

@@ -16,11 +16,11 @@ from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 

@@ -15,10 +15,10 @@ from blobstore.core.interrupts import Stopped
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, is_linked, link_model
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
 from tests.faults.processes import workspace
 from tests.support.damage import blob_path, flip, link

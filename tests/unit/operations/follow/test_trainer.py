@@ -27,10 +27,10 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
 from blobstore.operations.follow.trainer import find_manifest
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_versions import OpenChanges, WeightVersion
 from blobstore.store.local import LocalStore

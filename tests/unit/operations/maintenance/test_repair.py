@@ -34,12 +34,12 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.repair import Repaired, _Repair, repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
+from blobstore.planning.plan import QuantizeOptions, plan_source
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import DAMAGES, blob_path, flip, flip_header, truncate, write_manifest

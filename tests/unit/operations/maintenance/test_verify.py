@@ -18,10 +18,10 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any

@@ -14,9 +14,9 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.signatures.cosign import parse_signature
 from blobstore.signatures.signature import Signature
 from blobstore.store.local import LocalStore

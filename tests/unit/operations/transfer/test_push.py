@@ -22,9 +22,9 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.transfer.push import Pushed
 from blobstore.operations.transfer.registry_target import RegistryOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.layouts.plan import FILE_PATH, RemoteLayout

@@ -15,11 +15,11 @@ from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
-from blobstore.operations.create.import_options import ImportOptions
-from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.describe.show import model_source
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.planning.import_options import ImportOptions
+from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path

@@ -11,7 +11,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
-from blobstore.operations.create.grouping import BlobPlan, plan_blobs
+from blobstore.planning.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization, is_marker
 from blobstore.quantization.formats import GGUF_TYPES, parse_format
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.operations.create.grouping import ExpertForm
+    from blobstore.planning.grouping import ExpertForm
     from blobstore.quantization.policy import PolicyName
     from blobstore.quantization.recipes import Recipe
     from blobstore.sources.base import TensorSource

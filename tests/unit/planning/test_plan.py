@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
-from blobstore.operations.create import plan
 from blobstore.operations.create.create import create
-from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
+from blobstore.planning import plan
+from blobstore.planning.grouping import ExpertForm
+from blobstore.planning.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import quantizable_tensors, write_folder
 from tests.support.pack_quantized import packed_weight, write_packed
 
-DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
+DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 LAYER = "model.layers.0"
 
 

@@ -11,8 +11,8 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.manifests.source_record import MAX_NEW_SIZE
-from blobstore.operations.create.grouping import EXPERT_FORMS, ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions, plan_source, policy_of
+from blobstore.planning.grouping import EXPERT_FORMS, ExpertForm
+from blobstore.planning.plan import QuantizeOptions, plan_source, policy_of
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.base import SourceOptions
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from blobstore.manifests.source_record import SourceRecord
-    from blobstore.operations.create.grouping import BlobPlan
-    from blobstore.operations.create.plan import ModelPlan
+    from blobstore.planning.grouping import BlobPlan
+    from blobstore.planning.plan import ModelPlan
     from blobstore.sources.base import TensorSource
 
 _Options = TypeVar("_Options", SourceOptions, QuantizeOptions)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
-from blobstore.operations.create.grouping import BlobPlan, ExpertForm, plan_blobs, stacked_sources
+from blobstore.planning.grouping import BlobPlan, ExpertForm, plan_blobs, stacked_sources
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import Policy
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe, copies
