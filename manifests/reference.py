@@ -15,12 +15,13 @@ DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"
 DEFAULT_TAG = "latest"
 
-# Ollama's grammar, ASCII only, with models as long as the Hub's, and no longer than file names may be: the first
-# character is alphanumeric or "_", so that no part can be ".", "..", hidden, or an option.
+# Ollama's grammar, ASCII only: the first character is alphanumeric or "_", so that no part can be ".", "..", hidden,
+# or an option. No part is longer than Ollama permits, although the Hub does, because Ollama skips the manifests of
+# other names when it looks for layers that nothing needs, and removes those.
 _PARTS = {
     "host": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,254}", re.ASCII),
     "namespace": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,79}", re.ASCII),
-    "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}", re.ASCII),
+    "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
 _PATH = re.compile("/".join(pattern.pattern for pattern in _PARTS.values()), re.ASCII)
@@ -36,7 +37,7 @@ _HOST_ALONE = re.compile(
 _RULES = {
     "host": "1 to 255 letters, digits, '_', '-', '.' and ':'",
     "namespace": "1 to 80 letters, digits, '_' and '-'",
-    "model": "1 to 96 letters, digits, '_', '-' and '.'",
+    "model": "1 to 80 letters, digits, '_', '-' and '.'",
     "tag": "1 to 80 letters, digits, '_', '-' and '.'",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from datetime import UTC, datetime
+from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
@@ -19,7 +20,7 @@ from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 from blobstore.serve.hub_calls import body_type, is_true, tags_of
 from blobstore.serve.messages import JSON, json_response
-from blobstore.serve.names import any_tag, repository_of
+from blobstore.serve.names import MAX_NAME, any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.targets import InvalidTarget, parse_form
 
@@ -41,12 +42,15 @@ _MAX_PATHS: Final = 10_000
 """Paths of a request."""
 _MAX_MEMORY: Final = 32 << 20
 """Estimated bytes that a body may take when it is decoded."""
+_LONG_NAME: Final = f"this server keeps no model whose name has more than {MAX_NAME} characters"
 _EPOCH: Final = "1970-01-01T00:00:00.000Z"
 
 
 def repository(call: Call) -> Reference:
     """Return the repository that a request is about. Raises Refusal if no model can have its name."""
     found = repository_of(*call.name)
+    if found is None and len(call.name[-1]) > MAX_NAME:
+        raise Refusal(HTTPStatus.BAD_REQUEST, message=_LONG_NAME)
     if found is None:
         raise no_model()
     return found

@@ -12,6 +12,8 @@ IMAGE = ".image"
 """The end of tags of images, which have the name of a model before it."""
 MAIN = "main"
 """The branch of the Hub that the tag ``latest`` is."""
+MAX_NAME = 80
+"""Characters of a model's name in a store, as Ollama has it. The Hub allows 96."""
 _NONE = "_"
 """The namespace, after a host, of a model that has none: a name of the Hub cannot end with the host's dot."""
 _PORT = re.compile(r"_(\d{1,5})$", re.ASCII)

@@ -29,7 +29,7 @@ def guess(text: str) -> str:
     [
         ("list('/there')", "list() takes no arguments without a name, got 1; write list(store='/there')"),
         ("list('m*')", "list() takes no glob: 'm*'; filter what it returns, for example with fnmatch"),
-        ("remove('m*')", "not a model name: model 'm*' must be 1 to 96 letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'; a glob is no name here; choose from the names that list shows"),
+        ("remove('m*')", "not a model name: model 'm*' must be 1 to 80 letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'; a glob is no name here; choose from the names that list shows"),
         ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
         ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
         ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),

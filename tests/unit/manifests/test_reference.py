@@ -74,7 +74,7 @@ def test_says_that_a_path_is_not_a_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "limit"), [("host", 255), ("namespace", 80), ("model", 96), ("tag", 80)]
+    ("part", "limit"), [("host", 255), ("namespace", 80), ("model", 80), ("tag", 80)]
 )
 def test_every_part_has_its_longest_length(part: str, limit: int) -> None:
     parts = {"host": "h", "namespace": "n", "model": "m", "tag": "t"}

@@ -66,11 +66,10 @@ def test_a_model_whose_name_is_the_word_of_a_route_has_an_info(
         assert json_of(ask(library, target))["id"] == "team/tree"
 
 
-def test_a_name_may_be_as_long_as_the_hub_permits(library: Library, folder: Path) -> None:
-    create(folder, f"org/{'a' * 96}", store=library.store)
-    assert ask(library, f"/org/{'a' * 96}/resolve/main/config.json").status == 200
-    assert ask(library, f"/v2/org/{'a' * 96}/manifests/latest").status == 200
-    assert ask(library, f"/org/{'a' * 97}/resolve/main/config.json").status == 404
+def test_a_name_that_is_too_long_for_a_store_says_so(library: Library) -> None:
+    response = ask(library, f"/org/{'a' * 81}/resolve/main/config.json")
+    assert response.status == 400
+    assert "80 characters" in str(json_of(response)["error"])
 
 
 def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, folder: Path) -> None:
