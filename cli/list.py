@@ -280,6 +280,8 @@ def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:
 def _similar(pattern: str, store: LocalStore) -> str:
     from blobstore.manifests.reference import Reference
 
+    if any(str(name).startswith(f"{pattern}/") for name in store.references()):
+        return f"{quote(f'{pattern}/*')} matches those of this namespace"
     with contextlib.suppress(InvalidReference):  # a glob
         return store.not_found(Reference.parse(pattern)).advice
     return ""

@@ -302,12 +302,15 @@ def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Call
         ) from None
 
 
-def file_content(name: str, file: File) -> bytes:
+def file_content(name: str, file: object) -> bytes:
     """Return the content of a small file. Raises UsageError if it cannot be read or encoded."""
     if not isinstance(name, str):
         raise UsageError(f"a file has the name {quote(name)}, which is not a text")
     if isinstance(file, bytes):
         return file
+    if not isinstance(file, Path | Mapping):
+        what = "its content in bytes, its Path, or a dict that becomes JSON"
+        raise UsageError(f"file {quote(name)} is {quote(type(file).__name__)}; give {what}")
     try:
         if isinstance(file, Path):
             return read_regular(file, MAX_SMALL_FILE)

@@ -52,6 +52,11 @@ def test_a_lost_name_is_reported(stored: LocalStore, moe: Path) -> None:
     assert run("list", "moe").stderr == ""
 
 
+def test_a_namespace_alone_is_answered_with_its_glob(stored: LocalStore) -> None:
+    run("cp", "dense", "team/dense")
+    assert "'team/*' matches those" in run("list", "team", exit_code=3).stderr
+
+
 def test_prints_aligned_rows(stored: LocalStore) -> None:
     path = stored.manifest_path(next(iter(stored.references())))
     os.utime(path, (0, path.stat().st_mtime - 3 * 86400 - 60))

@@ -142,10 +142,11 @@ def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> Non
         ({"../x": b""}, "a store cannot hold a file '../x'"),
         ({"config.json": b"[]"}, "config.json is not a JSON object"),
         ({"config.json": b"{"}, "config.json: "),
+        ({"notes.txt": "text"}, "file 'notes.txt' is 'str'; give its content in bytes, its Path"),
         ({"config.json": {"x": object()}}, "file 'config.json': .*not JSON serializable"),
         ({"x": Path("/nothing")}, "file 'x': .*No such file"),
         ({"x": Path("/dev/null")}, "file 'x': .*is not a regular file"),
-        ({"x": 7}, "file 'x': "),
+        ({"x": 7}, "file 'x' is 'int'; give"),
     ],
 )
 def test_refuses_files_that_cannot_be_kept(
