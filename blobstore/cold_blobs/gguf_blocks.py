@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from blobstore.cold_blobs.tensor_index import MIN_PIECE
-from blobstore.cold_blobs.weight_search import FLOATS, MAX_DIFFERING, Found, Weight, read_bytes
+from blobstore.cold_blobs.weight_search import (
+    FLOATS,
+    MAX_DIFFERING,
+    STACK_DIMENSIONS,
+    Found,
+    Weight,
+    read_bytes,
+)
 from blobstore.core.tensor import DType
-from blobstore.errors import BlobDamaged
-from blobstore.quantization.metadata import is_blocks, parse_quant_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +29,11 @@ if TYPE_CHECKING:
     from blobstore.cold_blobs.tensor_index import Read
     from blobstore.cold_blobs.weight_search import Sample
     from blobstore.compression.quant_rule import QuantRule, Rule
-    from blobstore.safetensors.header import Header, TensorEntry
+    from blobstore.quantization.formats import QuantFormat
+    from blobstore.safetensors.header import TensorEntry
 
     Array = np.ndarray[Any, Any]
 
-_STACK_DIMENSIONS: Final = 3
 _MAX_HEAD: Final = 1024
 """Rows of an attention head at most."""
 
@@ -44,28 +48,21 @@ class Blocks(Weight):
     """Bytes of a block."""
 
     @classmethod
-    def of(cls, entry: TensorEntry, header: Header) -> Blocks | None:
-        """Return a tensor of a blob, or None if its blocks or their codes do not follow from weights."""
-        size = entry.end - entry.begin
-        if size < MIN_PIECE or not is_blocks(entry.spec, header.metadata):
-            return None
+    def of(cls, entry: TensorEntry, item: QuantFormat, data_start: int) -> Blocks | None:
+        """Return a tensor of blocks, or None if these or their codes do not follow from weights."""
         from blobstore.gguf.fill_codes import CODED  # imports numpy
         from blobstore.gguf.quantize import QUANTIZED
 
-        try:
-            found = parse_quant_metadata(entry.spec, {}, header.metadata)
-        except BlobDamaged:  # reported when the tensor is read
+        if item.gguf_name not in QUANTIZED | CODED:
             return None
-        if found is None or found[0].gguf_name not in QUANTIZED | CODED:
-            return None
-        item, shape = found[0], entry.spec.shape
+        shape, size = entry.spec.shape, entry.end - entry.begin
         columns = item.columns(shape[-1])
         return cls(
             (entry.spec.name,),
-            ((header.data_start + entry.begin, size),),
+            ((data_start + entry.begin, size),),
             size // item.block_bytes * item.group_size // columns,
             columns,
-            shape[0] if len(shape) == _STACK_DIMENSIONS else 1,
+            shape[0] if len(shape) == STACK_DIMENSIONS else 1,
             item.group_size,
             item.gguf_name,
             item.block_bytes,

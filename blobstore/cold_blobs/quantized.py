@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.cold_blobs.gguf_blocks import Blocks
-from blobstore.cold_blobs.scaled_weights import scaled_weight
+from blobstore.cold_blobs.scaled_weights import ScaledWeight
+from blobstore.cold_blobs.tensor_index import MIN_PIECE
 from blobstore.cold_blobs.weight_search import WeightSearch
+from blobstore.errors import BlobDamaged
+from blobstore.quantization.metadata import is_blocks, parse_quant_metadata, qparam_names
+from blobstore.quantization.recipes import BIAS, SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +25,27 @@ if TYPE_CHECKING:
 def weights_in(header: Header) -> Iterator[Weight]:
     """Yield the weights of a blob that may follow from others."""
     for entry in header.tensors.values():
-        weight = Blocks.of(entry, header) or scaled_weight(entry, header)
+        known = {
+            suffix: header.tensors[name]
+            for suffix, name in qparam_names(entry.spec, header.metadata)
+            if name in header.tensors
+        }
+        has_blocks = is_blocks(entry.spec, header.metadata)
+        if entry.end - entry.begin < MIN_PIECE or not (has_blocks or SCALE in known):
+            continue
+        specs = {suffix: other.spec for suffix, other in known.items()}
+        try:
+            found = parse_quant_metadata(entry.spec, specs, header.metadata)
+        except BlobDamaged:  # reported when the tensor is read
+            continue
+        if found is None:
+            continue
+        weight: Weight | None
+        if has_blocks:
+            weight = Blocks.of(entry, found[0], header.data_start)
+        else:
+            tensors = [entry, *(known[suffix] for suffix in (SCALE, BIAS) if suffix in known)]
+            weight = ScaledWeight.of(tensors, *found, header.data_start)
         if weight is not None:
             yield weight
 

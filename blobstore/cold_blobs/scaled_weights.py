@@ -11,15 +11,11 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from blobstore.cold_blobs.tensor_index import MIN_PIECE
-from blobstore.cold_blobs.weight_search import FLOATS, Weight, read_bytes
+from blobstore.cold_blobs.weight_search import FLOATS, STACK_DIMENSIONS, Weight, read_bytes
 from blobstore.core.tensor import DType
-from blobstore.errors import BlobDamaged
-from blobstore.quantization.metadata import parse_quant_metadata, qparam_names
-from blobstore.quantization.recipes import BIAS, SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any, Final
 
     import numpy as np
@@ -28,11 +24,10 @@ if TYPE_CHECKING:
     from blobstore.compression.quant_rule import Rule
     from blobstore.compression.scaled_rules import Float8Rule
     from blobstore.quantization.formats import QuantFormat
-    from blobstore.safetensors.header import Header, TensorEntry
+    from blobstore.safetensors.header import TensorEntry
 
     Array = np.ndarray[Any, Any]
 
-_STACK_DIMENSIONS: Final = 3
 _MAX_BLOCK: Final = 0xFFFF
 
 
@@ -43,6 +38,28 @@ class ScaledWeight(Weight):
     item: QuantFormat
     scale: DType
     """The type of its scales."""
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[TensorEntry], item: QuantFormat, group: int, data_start: int
+    ) -> ScaledWeight | None:
+        """Return the weight of these tensors, the codes first; None if the codes do not follow from others."""
+        weight, scale = tensors[0].spec, tensors[1].spec.dtype
+        is_float8 = item.float8 is not None and weight.dtype is DType.F8_E4M3
+        if not (is_float8 or (item.mode == "affine" and scale in FLOATS)):
+            return None
+        names = tuple(part.spec.name for part in tensors)
+        shape = item.logical_shape(weight.shape)
+        return cls(
+            names[:1] if is_float8 else names,
+            tuple((data_start + part.begin, part.end - part.begin) for part in tensors),
+            math.prod(shape[:-1]),
+            shape[-1],
+            shape[0] if len(shape) == STACK_DIMENSIONS else 1,
+            1 if is_float8 else group,
+            item,
+            scale,
+        )
 
     @property
     def is_divisible(self) -> bool:
@@ -100,44 +117,3 @@ class ScaledWeight(Weight):
         else:
             scales = weights_of(scales, self.scale).tobytes()
         return rule.with_scales(scales, self.places[0][1])
-
-
-def scaled_weight(entry: TensorEntry, header: Header) -> ScaledWeight | None:
-    """Return the weight whose codes a tensor has; None if there is none whose codes follow from others."""
-    if entry.end - entry.begin < MIN_PIECE:
-        return None
-    known = {
-        suffix: header.tensors[other]
-        for suffix, other in qparam_names(entry.spec, header.metadata)
-        if other in header.tensors
-    }
-    if SCALE not in known:
-        return None
-    specs = {suffix: other.spec for suffix, other in known.items()}
-    try:
-        found = parse_quant_metadata(entry.spec, specs, header.metadata)
-    except BlobDamaged:  # reported when the tensor is read
-        return None
-    if found is None or not _is_known(entry, found[0], specs[SCALE].dtype):
-        return None
-    item, group = found
-    tensors = [entry, *(known[suffix] for suffix in (SCALE, BIAS) if suffix in known)]
-    names = tuple(part.spec.name for part in tensors)
-    shape = item.logical_shape(entry.spec.shape)
-    return ScaledWeight(
-        names[:1] if item.float8 else names,
-        tuple((header.data_start + part.begin, part.end - part.begin) for part in tensors),
-        math.prod(shape[:-1]),
-        shape[-1],
-        shape[0] if len(shape) == _STACK_DIMENSIONS else 1,
-        1 if item.float8 else group,
-        item,
-        specs[SCALE].dtype,
-    )
-
-
-def _is_known(entry: TensorEntry, item: QuantFormat, scale: DType) -> bool:
-    is_float8 = item.float8 is not None and entry.spec.dtype is DType.F8_E4M3
-    if is_float8 and scale is DType.F8_E8M0:
-        return True
-    return scale in FLOATS and (is_float8 or item.mode == "affine")

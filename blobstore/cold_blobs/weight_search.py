@@ -41,6 +41,7 @@ _COMPARED: Final = 1 << 12
 """Weights whose codes are compared at each of these places, if some may differ."""
 _SAMPLE: Final = 256
 """Weights of a sample of the first and of the last row, if rows have as many."""
+STACK_DIMENSIONS: Final = 3
 _MAX_SLOTS: Final = 512
 """Parts of a tensor that may be the weights: so many experts, of which two matrices are fused."""
 _MAX_FUSED: Final = 8
