@@ -152,7 +152,7 @@ def before_the_lock(
     exclusive, waiting = Locks.exclusive, [act]
 
     def late(self: Locks, *importer: Any) -> contextlib.AbstractContextManager[None]:
-        if self is stage.store._locks and waiting:
+        if self._layout.root == stage.store.root and waiting:  # a worker has a store of its own
             waiting.pop()()
         return exclusive(self, *importer)
 
