@@ -401,9 +401,8 @@ def is_path(name: str, store: LocalStore) -> bool:
     return False
 
 
-def glob_advice(text: str, names: Iterable[str]) -> str:
-    """Return the glob that finds the names of which a text is a part; empty if it is a part of none."""
-    count = sum(text in name for name in names)
+def glob_advice(text: str, count: int) -> str:
+    """Return the glob that finds as many names, of which a text is a part; empty for none."""
     return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
 
 

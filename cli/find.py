@@ -30,9 +30,7 @@ def command(what: str, store: LocalStore, out: Output) -> None:
 
     found = find_content(what, store=store)
     if not (found.places or found.errors):
-        advice = ""
-        if not is_pattern(what) and (near := find_content(f"*{what}*", store=store).places):
-            advice = arguments.glob_advice(what, [place.name for place in near])
+        advice = "" if is_pattern(what) else arguments.glob_advice(what, found.near)
         raise NotFound(
             f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
         )

@@ -264,7 +264,7 @@ class References:
         blobs = {manifest.config.digest.hex: manifest.config.size}
         blobs |= {one.digest.hex: one.size for one in layers if one.media_type != tensor}
         others = len(blobs)
-        blobs |= {digest.hex: size for _, digest, size, *_ in layers}
+        blobs |= {one.digest.hex: one.size for one in layers}
         stated = dict(zip(map(bytes.fromhex, blobs), blobs.values(), strict=True))
         found = self._add(stated)
         numbers = array("I", map(found.__getitem__, stated))

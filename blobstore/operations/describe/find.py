@@ -41,6 +41,8 @@ class FoundPlaces(NamedTuple):
     places: tuple[FoundPlace, ...]
     errors: tuple[BlobstoreError, ...]
     """Manifests and blobs that could not be read, so that they may have it too."""
+    near: int = 0
+    """The tensors and files that have the text in their names, if names were looked for."""
 
 
 def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
@@ -65,14 +67,14 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     errors = [entry.error for entry in entries.unreadable() if entry.error is not None]
     start = id_start(text)
     places = [*_with_digest(entries, start)] if start else []
+    search = _Search(store, text)
     if not places:
-        search = _Search(store, text)
         for entry in entries:
             if entry.digest is not None and search.has_name(entry.reference):
                 size = sum(entry.blobs.values())
                 places.append(FoundPlace(entry.reference, "model", "", size, entry.digest))
             places += search.places(entry, errors)
-    return FoundPlaces(tuple(places), tuple(errors))
+    return FoundPlaces(tuple(places), tuple(errors), search.near)
 
 
 def _with_digest(entries: Catalog, start: str) -> Iterator[FoundPlace]:
@@ -96,8 +98,10 @@ class _Search:
         self._store = store
         self._text = text
         self._is_pattern = is_pattern(text)
-        self._found: dict[tuple[BlobId, str], list[StoredTensor] | BlobstoreError] = {}
-        """The contents of blobs by the names of their layers, or the reason why they are unknown."""
+        self._found: dict[tuple[BlobId, str], tuple[list[StoredTensor], int] | BlobstoreError] = {}
+        """What blobs have, and how much that is near, by the names of their layers; or why that is unknown."""
+        self.near = 0
+        """Places with the text in their names so far."""
 
     def has_name(self, reference: Reference) -> bool:
         """Return whether a model's name has the text in it, whatever its case, or matches the glob."""
@@ -117,12 +121,16 @@ class _Search:
             if isinstance(found, BlobstoreError):
                 errors.append(found.at(f"model {entry.reference}"))
                 continue
-            for tensor in found:
+            tensors, near = found
+            self.near += near
+            for tensor in tensors:
                 size = tensor.nbytes
                 yield FoundPlace(entry.reference, "tensor", tensor.name, size, layer.digest)
         for layer in entry.manifest.layers:
-            if layer.media_type in (media_types.JSON, media_types.FILE) and self._fits(layer.name):
-                yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
+            if layer.media_type in (media_types.JSON, media_types.FILE):
+                self.near += self._text in layer.name
+                if self._fits(layer.name):
+                    yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
 
     def _read(self, layers: list[Descriptor]) -> None:
         blobs = list(dict.fromkeys(layer.id for layer in layers))
@@ -135,7 +143,8 @@ class _Search:
                 self._found[layer.id, layer.name] = error
             else:
                 fitting = [tensor for tensor in tensors if self._fits(tensor.name)]
-                self._found[layer.id, layer.name] = fitting
+                near = sum(self._text in tensor.name for tensor in tensors)
+                self._found[layer.id, layer.name] = fitting, near
 
     def _fits(self, name: str) -> bool:
         return glob_matches(name, self._text) if self._is_pattern else name == self._text

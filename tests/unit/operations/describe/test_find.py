@@ -99,3 +99,11 @@ def test_parses_only_manifests_that_have_a_blob(
     monkeypatch.setattr(store, "parse", noted)
     assert found(store, layers(store, "b")["z"].digest.hex[:16]) == [("b:latest", "blob", "z")]
     assert set(parsed) == {"b:latest"}
+
+
+def test_counts_what_has_the_text_in_its_name(store: LocalStore) -> None:
+    put(store, "layered", {"model.norm": 1, "norm": 2})
+    assert blobstore.find("norm", store=store).near == 2
+    absent = blobstore.find("odel.nor", store=store)
+    assert (absent.places, absent.near) == ((), 1)
+    assert blobstore.find("absent", store=store).near == 0
