@@ -53,7 +53,6 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/mlx_lm/server.py": "a program of its own, started with python -m",
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/models/rank_share.py": "a subject of its own: what each rank of several reads",
-    "blobstore/serve/decoded_pieces.py": "a subject of its own: which client is let go",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}

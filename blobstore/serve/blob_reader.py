@@ -11,6 +11,8 @@ import contextlib
 import os
 import threading
 import time
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
@@ -58,6 +60,36 @@ class OpenBlob(NamedTuple):
             return
         if FileState.of_status(os.fstat(self.descriptor)) != self.state.state:
             raise BlobDamaged("a blob was written to while it was sent", advice=ADVICE)
+
+
+@dataclass(frozen=True, slots=True)
+class ColdPiece:
+    """A range of a cold blob."""
+
+    _blob: ColdBlob
+    digest: Digest
+    begin: int
+    end: int
+
+    @property
+    def key(self) -> tuple[Digest, int, int]:
+        """What is decoded, whichever file it comes from."""
+        return self.digest, self.begin, self.end
+
+    @property
+    def size(self) -> int:
+        """The bytes that it is decoded to."""
+        return self.end - self.begin
+
+    def decode(self) -> bytearray:
+        """Return the bytes, which are checked.
+
+        Raises:
+            BlobMissing, BlobDamaged, StoreError: they cannot be read or decoded.
+        """
+        data = bytearray(self.size)
+        self._blob.read_into(self.begin, memoryview(data))
+        return data
 
 
 class BlobReader:
@@ -211,18 +243,12 @@ class BlobReader:
         self._on_verified(size)
         return found
 
-    def cold_pieces(self, part: BlobPart) -> Iterator[bytearray]:
-        """Yield a range of a cold blob. Each piece is decoded, and checked, when it is asked for.
-
-        Raises:
-            BlobMissing, BlobDamaged, StoreError: it cannot be opened or decoded.
-        """
+    def cold_pieces(self, part: BlobPart) -> Iterator[ColdPiece]:
+        """Open a cold blob, and return the pieces of a range, none of them read yet. Raises as :meth:`ColdPiece.decode`."""
         blob = self._store.open_cold(part.digest, part.size)
-        end = part.begin + part.length
-        for chunks in blob.container.chunk_ranges(PIECE, part.size):
-            first, last = max(chunks.begin, part.begin), min(chunks.end, end)
-            if first < last:
-                yield _decoded(blob, first, last)  # held by nothing here while the caller sends it
+        pieces = _pieces_of(blob, part)
+        # The first one is found here, because only that may take long: before it are all that the range leaves out.
+        return chain([*islice(pieces, 1)], pieces)
 
     def save(self) -> None:
         """Save the results for the next process, except those of threads that are verifying now."""
@@ -255,10 +281,13 @@ class BlobReader:
             yield self._local.cache
 
 
-def _decoded(blob: ColdBlob, begin: int, end: int) -> bytearray:
-    piece = bytearray(end - begin)
-    blob.read_into(begin, memoryview(piece))
-    return piece
+def _pieces_of(blob: ColdBlob, part: BlobPart) -> Iterator[ColdPiece]:
+    end = part.begin + part.length
+    for chunks in blob.container.chunk_ranges(PIECE, part.size):
+        if chunks.begin >= end:
+            return
+        if chunks.end > part.begin:
+            yield ColdPiece(blob, part.digest, max(chunks.begin, part.begin), min(chunks.end, end))
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -208,17 +209,12 @@ class BodySender:
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
-        pieces = self._blobs.cold_pieces(part)
-        while True:
-            async with self._pieces.one(transport) as wrote:
-                piece = await self._decodes.call(next, pieces, None)
-                if piece is None:
-                    return
-                wrote()
-                sent = len(piece)
-                await _send_bytes(transport, piece)
-                del piece  # before it is another's turn
-            on_sent(sent)
+        for piece in await self._decodes.call(self._blobs.cold_pieces, part):
+            decode = partial(self._decodes.call, piece.decode)
+            async with self._pieces.one(transport, piece.key, decode) as data:
+                await _send_bytes(transport, data)
+                del data  # before it is another's turn
+            on_sent(piece.size)
 
 
 async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, count: int) -> bool:

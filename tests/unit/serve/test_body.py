@@ -359,7 +359,7 @@ def test_clients_that_leave_give_their_pieces_back(store: LocalStore, tmp_path: 
 def test_clients_that_take_nothing_yield_their_pieces(store: LocalStore, tmp_path: Path) -> None:
     # The file is larger than what the system takes for a client that reads nothing.
     data = frozen(store, tmp_path, 6 << 20)
-    limits = {"decoded_pieces._DECODED": 2, "decoded_pieces._GRACE_SECONDS": 0.05}
+    limits = {"decoded_pieces._DECODED": 1, "decoded_pieces._GRACE_SECONDS": 0.05}
     with (
         serving(store, tmp_path, limits=limits) as server,
         asked(server, 3) as silent,
