@@ -20,7 +20,7 @@ from blobstore.core.workers import Cancelled
 from blobstore.integrations.torch_checkpoint.windows import parts_of, rounds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.integrations.torch_checkpoint.windows import Box, Window
 
@@ -103,11 +103,10 @@ def exchange(
             consume(incoming)
         incoming.drain()
 
-    def sent(part: Window) -> torch.Tensor:
+    def copy(part: Window, target: torch.Tensor) -> None:
         with first.kept():
             if first.error is None:
-                return read(part).reshape(-1).to(device)
-        return torch.zeros(part.box.nbytes, dtype=torch.uint8, device=device)
+                target.copy_(read(part))
 
     with ThreadPoolExecutor(1, thread_name_prefix="blobstore-step") as thread:
         receiving = thread.submit(receive)
@@ -115,15 +114,23 @@ def exchange(
             rounds = (rounds_of(stream, window) for stream in streams)
             for windows in itertools.zip_longest(*rounds, fillvalue=()):
                 parts = [list(parts_of(its, chunks[rank])) for its in windows]
+                own, parts[rank] = parts[rank], []
                 coming = [list(parts_of(windows[rank], its)) for its in chunks]
-                data = [torch.cat([_NOTHING.to(device), *map(sent, its)]) for its in parts]
-                sizes = [sum(part.box.nbytes for part in its) for its in coming]
-                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+                coming[rank] = []
+                sent, received = _buffer(parts, device), _buffer(coming, device)
+                for part, target in _places(parts, sent):
+                    copy(part, target)
                 dist.all_to_all_single(
-                    buffer, torch.cat(data), sizes, list(map(len, data)), group=group
+                    received, sent, list(map(_size, coming)), list(map(_size, parts)), group=group
                 )
                 if windows[rank]:
-                    incoming.put(_assembled(windows[rank], coming, buffer.cpu()))
+                    memory = torch.empty(_size(windows[rank]), dtype=torch.uint8)
+                    targets = _Targets(windows[rank], memory)
+                    for part in own:
+                        copy(part, targets.of(part))
+                    for part, data in _places(coming, received):
+                        targets.of(part).copy_(data)
+                    incoming.put(memory.numpy().data)
         finally:
             incoming.put(None)
         receiving.result()
@@ -136,9 +143,6 @@ def all_succeed(group: dist.ProcessGroup | None, *, is_success: bool) -> bool:
     return bool(flag.item())
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device whose memory the group exchanges: that of the host if it can."""
     if "cpu:" in dist.get_backend_config(group):
@@ -146,28 +150,36 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _assembled(
-    windows: Sequence[Window], coming: Sequence[Sequence[Window]], buffer: torch.Tensor
-) -> memoryview:
-    """Return the bytes of windows in their order, from parts in the order of ranks."""
-    memory = torch.empty(sum(window.box.nbytes for window in windows), dtype=torch.uint8)
-    # By key and place, since a window of a tensor is contiguous and its parts lie in one window.
-    places = []
+def _size(parts: Iterable[Window]) -> int:
+    return sum(part.box.nbytes for part in parts)
+
+
+def _buffer(parts: Sequence[Sequence[Window]], device: torch.device) -> torch.Tensor:
+    return torch.empty(sum(map(_size, parts)), dtype=torch.uint8, device=device)
+
+
+def _places(
+    parts: Sequence[Sequence[Window]], buffer: torch.Tensor
+) -> Iterator[tuple[Window, torch.Tensor]]:
+    """Yield where each part lies in a buffer that has the parts of all ranks, one after the other."""
     begin = 0
-    for window in windows:
-        places.append((window, memory[begin : begin + window.box.nbytes].view(window.box.sizes)))
-        begin += window.box.nbytes
-    begin = 0
-    for parts in coming:
-        # Parts of a rank are in the order of the windows.
-        at = 0
-        for part in parts:
-            while True:
-                window, target = places[at]
-                if window.key == part.key and window.box.intersection(part.box) == part.box:
-                    break
-                at += 1
-            data = buffer[begin : begin + part.box.nbytes].view(part.box.sizes)
-            target[part.box.within(window.box)] = data
-            begin += part.box.nbytes
-    return memory.numpy().data
+    for part in itertools.chain.from_iterable(parts):
+        end = begin + part.box.nbytes
+        yield part, buffer[begin:end].view(part.box.sizes)
+        begin = end
+
+
+class _Targets:
+    """Where the parts of windows belong in their memory."""
+
+    def __init__(self, windows: Sequence[Window], memory: torch.Tensor) -> None:
+        self._windows: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for window, place in _places([windows], memory):
+            self._windows.setdefault(window.key, []).append((window.box, place))
+
+    def of(self, part: Window) -> torch.Tensor:
+        """Return the memory of a part, which lies within one window."""
+        for box, place in self._windows[part.key]:
+            if box.intersection(part.box) == part.box:
+                return place[part.box.within(box)]
+        raise AssertionError

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import StoreLike
 
 
-_WINDOW: Final = 32 << 20
+_WINDOW: Final = 8 << 20
 """Bytes that an owner gets at a time. It holds two windows."""
 
 
