@@ -91,6 +91,14 @@ def test_sharded_training_saves_the_model_of_its_folder(
     assert blobs(tmp_path, name) == blobs(saved / "trained", f"{name}:1")
 
 
+def test_parts_that_do_not_travel_give_the_same_models(saved: Path) -> None:
+    one, new = LocalStore(saved / "one"), LocalStore(saved / "new")
+    names = list(new.references())
+    assert len(names) == 2 * 8
+    for name in names:
+        assert one.read_manifest(name) == new.read_manifest(name)
+
+
 def test_a_rank_that_fails_leaves_no_step_and_no_files(saved: Path) -> None:
     store = LocalStore(saved / str(RANKS))
     names = {str(reference) for reference in store.references()}

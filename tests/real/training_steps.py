@@ -201,6 +201,65 @@ def fail_on_one_rank(folder: Path) -> None:
     save(state(RANKS, mesh), checkpoint_id="run:after", storage_writer=writer)
 
 
+def change_on_some_ranks(folder: Path) -> None:
+    """Save steps of which few parts change, with one writer and with new ones, into two stores."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    mine = {"model": {name: tensor for name, tensor in tensors(2, mesh).items() if name != "large"}}
+    writer = StoreWriter(folder / "one", model="model")
+    rounds = 0
+    original = dist.all_to_all_single
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        return original(*arguments, **options)
+
+    def add(name: str, on: int) -> None:
+        tensor = mine["model"][name]
+        assert isinstance(tensor, DTensor)
+        if rank == on:
+            tensor.to_local().add_(1)
+
+    def both(step: str) -> int:
+        """Save into both stores; return in how many rounds parts travelled for the first one."""
+        nonlocal rounds
+        rounds = 0
+        save(mine, checkpoint_id=step, storage_writer=writer)
+        count = rounds
+        save(mine, checkpoint_id=step, storage_writer=StoreWriter(folder / "new", model="model"))
+        return count
+
+    dist.all_to_all_single = counted
+    assert both("run:1") > 0
+    assert both("run:2") == 0
+    add("rows", 2)
+    assert both("run:3") > 0
+    assert both("run:4") > 0  # what has changed once is gathered always
+    # A step that fails does not count.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    add("columns", 2)
+    if rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        save(mine, checkpoint_id="run:x", storage_writer=writer)
+    except CheckpointException as error:
+        assert 0 not in error.failures, error
+    else:
+        raise AssertionError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    both("run:5")
+    add("middle", 0)
+    both("run:6")
+    # A rank with another past has nothing to say.
+    if rank == 2:
+        writer = StoreWriter(folder / "one", model="model")
+    assert both("run:7") > 0
+    assert both("run:8") > 0
+    dist.all_to_all_single = original
+
+
 def _network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 12, bias=False), nn.Linear(12, 8))
@@ -254,6 +313,7 @@ def _work(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     save_and_load(folder)
     fail_on_one_rank(folder)
+    change_on_some_ranks(folder)
     train(folder)
     dist.destroy_process_group()
 

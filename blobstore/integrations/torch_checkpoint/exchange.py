@@ -136,11 +136,11 @@ def exchange(
         receiving.result()
 
 
-def all_succeed(group: dist.ProcessGroup | None, *, is_success: bool) -> bool:
-    """Return whether all ranks have succeeded so far. Raises RuntimeError if one cannot be reached."""
-    flag = torch.tensor([is_success], dtype=torch.uint8, device=_device(group))
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-    return bool(flag.item())
+def all_agree(group: dist.ProcessGroup | None, votes: Sequence[bool]) -> list[bool]:
+    """Return of each vote whether all ranks say yes. Raises RuntimeError if one cannot be reached."""
+    flags = torch.tensor(votes, dtype=torch.uint8, device=_device(group))
+    dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

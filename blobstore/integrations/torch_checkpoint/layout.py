@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
+class GatheredBlob(NamedTuple):
+    """A blob whose bytes come from several ranks."""
+
+    name: str
+    tensors: Sequence[tuple[str, Shape]]
+    """The keys of its tensors and their shapes in bytes, in the order of its data."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
     """What one rank has to do: a value that the coordinator sends it."""
@@ -44,8 +53,12 @@ class RankTask:
     world: int
     ingest: str
     """The import to join."""
-    streams: Sequence[Sequence[tuple[str, Shape]]]
-    """The keys and shapes in bytes of the tensors of each owner that come from several ranks."""
+    token: str
+    """Names this step to the ranks that write it."""
+    previous: str
+    """Names the last step that the coordinator's writer has written."""
+    streams: Sequence[Sequence[GatheredBlob]]
+    """The blobs of each owner whose bytes come from several ranks."""
     chunks: Sequence[Mapping[str, Sequence[Box]]]
     """What each rank has of the tensors that this rank owns."""
     gathered: Sequence[BlobPlan]
@@ -87,7 +100,7 @@ class Layout:
                     advice="save on all ranks that have a part of it, without no_dist=True",
                 )
 
-    def tasks(self, step: StepPlan, ingest: str) -> list[RankTask]:
+    def tasks(self, step: StepPlan, ingest: str, previous: str) -> list[RankTask]:
         """Return what each rank has to do."""
         tensors = {
             blob.name: [step.keys[recipe.spec.name] for recipe in blob.tensors]
@@ -105,16 +118,22 @@ class Layout:
             owner = owners[one.name]
             (local if held[one.name].keys() <= {owner} else gathered)[owner].append(one)
         streams = [
-            [(key, self._shapes[key]) for blob in blobs for key in tensors[blob.name]]
+            [
+                GatheredBlob(blob.name, [(key, self._shapes[key]) for key in tensors[blob.name]])
+                for blob in blobs
+            ]
             for blobs in gathered
         ]
+        token = secrets.token_hex(8)
         return [
             RankTask(
                 rank=rank,
                 world=self._world,
                 ingest=ingest,
+                token=token,
+                previous=previous,
                 streams=streams,
-                chunks=self._chunks_of([key for key, _ in streams[rank]]),
+                chunks=self._chunks_of([key for blob in streams[rank] for key, _ in blob.tensors]),
                 gathered=gathered[rank],
                 local=local[rank],
                 keys={

@@ -170,6 +170,10 @@ class _ObjectBlobs:
             self.written.add(digest)
             return Ingested(digest, size, written=True)
 
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that is there now; :meth:`_ObjectImport.publish` looks for it again."""
+        return Ingested(digest, size, written=False) if self._has(digest, size) else None
+
     def _has(self, digest: Digest, size: int) -> bool:
         with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
             return self._objects.exists(digest, size, LOOK_FOR_BLOB)

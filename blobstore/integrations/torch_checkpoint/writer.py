@@ -20,9 +20,10 @@ from torch.futures import Future
 
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_succeed, exchange
+from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
 from blobstore.integrations.torch_checkpoint.places import open_place
+from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StepRecord
 from blobstore.objects.address import is_address
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from blobstore.core.digest import Digest
     from blobstore.integrations.torch_checkpoint.exchange import Windows
     from blobstore.integrations.torch_checkpoint.places import Place, StepImport
     from blobstore.operations.create.create import BlobAdder
@@ -70,9 +72,16 @@ class _Blobs:
         self._ingest = ingest
         self._added = added
 
-    def gather(self, incoming: Windows) -> None:
-        """Add the blobs whose bytes come from several ranks."""
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that the store has, and keep it."""
+        return self._ingest.find(digest, size)
+
+    def gather(self, incoming: Windows, unchanged: Mapping[str, Ingested]) -> None:
+        """Add the blobs whose bytes come from several ranks, but for those that have not changed."""
+        self._added.update(unchanged)
         for blob in self._task.gathered:
+            if blob.name in unchanged:
+                continue
             buffers = functools.partial(_stream, blob, incoming)
             self._added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
 
@@ -94,7 +103,8 @@ class StoreWriter(StorageWriter):
 
     Pass it as the ``storage_writer`` of ``save`` or ``async_save``, with the name of the step as ``checkpoint_id``,
     such as ``run:step-1000``. All ranks must be able to write to the store. A writer can save any
-    number of steps, one after the other.
+    number of steps, one after the other. Use the same one for all steps of a run: it recognises tensors that have not
+    changed since the step before, and does not gather them.
 
     Tensors are stored whole. Other values must be plain: None, booleans, numbers, texts, bytes, lists, tuples, sets,
     dicts (also ordered ones and counters), arrays and numbers of numpy, and dtypes, devices and sizes of torch. They
@@ -144,6 +154,7 @@ class StoreWriter(StorageWriter):
         self._place: Place | None = None
         self._import: StepImport | None = None
         self._plan: StepPlan | None = None
+        self._unchanged = Unchanged()
         self._window = _WINDOW
         self._rank = 0
 
@@ -208,7 +219,7 @@ class StoreWriter(StorageWriter):
         )
         assert self._reference is not None  # noqa: S101 - checked before
         self._import = self._opened.begin(step, self._reference)
-        tasks = layout.tasks(step, self._import.name)
+        tasks = layout.tasks(step, self._import.name, self._unchanged.token)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -230,6 +241,7 @@ class StoreWriter(StorageWriter):
             with self._opened.checked():
                 written = self._write(task, plan, planner)
         except BaseException:
+            self._unchanged.forget()
             self._end()
             raise
         result = WriteResult(MetadataIndex(f"rank {task.rank}"), 0, written)
@@ -242,39 +254,64 @@ class StoreWriter(StorageWriter):
         first = FirstError()
         state = RankState(plan.items, planner, self._window)
         written = _Written(rank=task.rank, added={}, values={})
+        jobs = self._jobs or max(1, (os.cpu_count() or 1) // task.world)
         with contextlib.ExitStack() as stack:
             blobs: _Blobs | None = None
             with first.kept():
                 written.values.update(state.values())
                 blobs = _Blobs(task, state, self._joined(task, stack), written.added)
-
-            def gather(incoming: Windows) -> None:
-                if blobs is not None:
-                    blobs.gather(incoming)
-
             if task.world > 1:
-                chunks = list(task.chunks)
-                chunks[task.rank] = state.boxes
-                exchange(
-                    self._group,
-                    task.streams,
-                    chunks,
-                    state.bytes_of,
-                    gather,
-                    first,
-                    window=self._window,
-                )
+                self._gather(task, state, blobs, first, jobs)
             with first.kept():
                 if blobs is not None and first.error is None:
-                    blobs.copy(self._jobs or max(1, (os.cpu_count() or 1) // task.world))
+                    blobs.copy(jobs)
         is_complete = first.error is None
         if task.world > 1:
-            is_complete = all_succeed(self._group, is_success=is_complete)
+            is_complete = all(all_agree(self._group, [is_complete]))
         if first.error is not None:
             raise first.error
-        if not is_complete:  # the other rank reports why
+        if is_complete:
+            self._unchanged.remember(task.token, written.added)
+        else:  # the other rank reports why
             self._end()
         return written
+
+    def _gather(
+        self,
+        task: RankTask,
+        state: RankState,
+        blobs: _Blobs | None,
+        first: FirstError,
+        jobs: int,
+    ) -> None:
+        """Bring the parts of blobs to their owners, but for those of blobs that have not changed."""
+        every = [blob for its in task.streams for blob in its]
+        if not every:
+            return
+        votes = [False] * len(every)
+        own = {blob.name for blob in task.gathered}
+        with first.kept():
+            if blobs is not None:
+                pool = WorkerPool(jobs, None, 0)
+                votes = self._unchanged.look(task.previous, every, own, state, blobs.find, pool)
+        kept = {
+            blob.name
+            for blob, is_kept in zip(every, all_agree(self._group, votes), strict=True)
+            if is_kept
+        }
+        self._unchanged.settle(kept)
+
+        def gather(incoming: Windows) -> None:
+            if blobs is not None:
+                blobs.gather(incoming, self._unchanged.found)
+
+        streams = [
+            [tensor for blob in its if blob.name not in kept for tensor in blob.tensors]
+            for its in task.streams
+        ]
+        chunks = list(task.chunks)
+        chunks[task.rank] = state.boxes
+        exchange(self._group, streams, chunks, state.bytes_of, gather, first, window=self._window)
 
     def _check_group(self, world: int) -> None:
         if world > 1 and dist.get_world_size(self._group) != world:

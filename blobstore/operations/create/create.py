@@ -448,6 +448,9 @@ class BlobAdder(Protocol):
     def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Add a blob; see :meth:`Ingest.add`."""
 
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that is there already, and keep it; see :meth:`Ingest.find`."""
+
 
 def add_files(
     source: TensorSource,
