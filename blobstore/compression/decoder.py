@@ -242,12 +242,15 @@ class ColdBlobDecoder:
         if transform.needs_base:
             # Read this first: a cold base is decoded in the same scratch memory as its delta.
             base = self._prediction(part_number, transform).read(offset, size)
-        if len(target) == size and target.ctypes.data % part.width == 0:
-            decode_chunk(entry, transform, stored, target, base)
-            return
-        decoded = scratch("chunk", size)
-        decode_chunk(entry, transform, stored, decoded, base)
-        np.copyto(target, decoded[skipped : skipped + len(target)])
+        fits = len(target) == size and target.ctypes.data % part.width == 0
+        decoded = target if fits else scratch("chunk", size)
+        try:
+            decode_chunk(entry, transform, stored, decoded, base)
+        except ColdDamaged:
+            self._scales.clear()  # those of a damaged base, which may be restored
+            raise
+        if not fits:
+            np.copyto(target, decoded[skipped : skipped + len(target)])
 
     def _prediction(self, part_number: int, transform: Transform) -> Prediction:
         """Return the prediction for a part's chunks, created on first use."""

@@ -107,8 +107,9 @@ class AffineRule(Rule):
         begin, length = self.source_size(offset), self.source_size(size)
         known = {} if self.known is None else self.known
         place = self.begin + begin, length, self.dtype, self.cast, *self._fields
-        if self.tensor != CODES and place in known:
-            return known[place][self.tensor - SCALES]
+        pair = known.get(place)
+        if self.tensor != CODES and pair is not None:
+            return pair[self.tensor - SCALES]
         groups = read(begin, length).view(NUMPY_TYPES[self.dtype]).reshape(-1, self.group_size)
         out = scratch("quantized", size)
         rows = out.reshape(len(groups), -1)
@@ -122,15 +123,15 @@ class AffineRule(Rule):
                 peaks = (values.view(np.uint32) & _MAGNITUDE).max(1)
                 values[(peaks < _USUAL[0]) | (peaks >= _USUAL[1])] = 0
                 if self.tensor == CODES:
-                    codes, *pair = affine(values, self.bits)
+                    codes, *found = affine(values, self.bits)
                     rows[start : start + step] = pack(codes, self.bits).view(np.uint8)
                 else:
-                    pair = [*affine_scales(values, self.bits)]
-                factors[:, start : start + step] = [rounded(item, self.cast) for item in pair]
+                    found = [*affine_scales(values, self.bits)]
+                factors[:, start : start + step] = [rounded(item, self.cast) for item in found]
         if len(known) >= _MAX_KNOWN:
-            known.clear()
-        known[place] = factors[0].view(np.uint8), factors[1].view(np.uint8)
-        return out if self.tensor == CODES else known[place][self.tensor - SCALES]
+            known.clear()  # other threads may be looking there
+        known[place] = pair = factors[0].view(np.uint8), factors[1].view(np.uint8)
+        return out if self.tensor == CODES else pair[self.tensor - SCALES]
 
 
 @dataclass(frozen=True)

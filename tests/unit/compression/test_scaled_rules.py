@@ -102,7 +102,7 @@ def test_a_second_reader_computes_the_same_8_bit_floats(
 @pytest.mark.parametrize("bits", AFFINE_BITS)
 @pytest.mark.parametrize("group_size", AFFINE_GROUPS)
 @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: dtype.value)
-def test_weights_of_mlx_follow_from_their_weights(bits: int, group_size: int, dtype: DType) -> None:
+def test_originalof_mlx_follow_from_their_weights(bits: int, group_size: int, dtype: DType) -> None:
     """The quantization of blobs has the bits of MLX."""
     matrix = source(1, dtype)
     found = quantize(typed(matrix, dtype), FORMATS[f"int{bits}"], group_size)
@@ -114,7 +114,7 @@ def test_weights_of_mlx_follow_from_their_weights(bits: int, group_size: int, dt
 
 @pytest.mark.parametrize("quotient", SOURCES, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("block", [(1, COLUMNS), (16, 128), (96, COLUMNS), (10, 100)])
-def test_8_bit_floats_follow_from_their_weights_and_scales(
+def test_8_bit_floats_follow_from_their_originaland_scales(
     quotient: DType, block: tuple[int, int]
 ) -> None:
     matrix = source(1)
@@ -183,6 +183,23 @@ def test_the_base_is_read_once_for_codes_scales_and_biases() -> None:
                 found = rule.predict(read, first * unit, (last - first) * unit).tobytes()
                 assert found == predicted(rule, data, first * unit, len(found))
     assert reads == 2 * [0, 30 * 128]
+
+
+def test_nothing_is_kept_of_a_base_that_was_damaged() -> None:
+    original = bytearray(weights(DType.BF16, ROWS * COLUMNS))
+    rules = [AffineRule(DType.BF16, DType.BF16, tensor, 4, 64) for tensor in (CODES, SCALES)]
+    parts = [predicted(rule, bytes(original), 0, size_of(rule)) for rule in rules]
+    spans = [
+        Span(len(part), DType.U8, base_begin=0, rule=rule)
+        for part, rule in zip(parts, rules, strict=True)
+    ]
+    blob = ColdBlobDecoder(cold(b"".join(parts), spans=spans, base=BaseBlob.hot(bytes(original))))
+    blob.give_base(BaseBlob.hot(original))
+    original[1] ^= 0x7F  # an exponent
+    with pytest.raises(ColdDamaged):
+        decoded(blob)
+    original[1] ^= 0x7F
+    assert decoded(blob) == b"".join(parts)
 
 
 def test_only_whole_groups_and_rows_are_possible() -> None:
