@@ -199,7 +199,9 @@ def test_nothing_is_kept_of_a_base_that_was_damaged() -> None:
     with pytest.raises(ColdDamaged):
         decoded(blob)
     original[1] ^= 0x7F
-    assert decoded(blob) == b"".join(parts)
+    scales = bytearray(len(parts[1]))
+    blob.read_into(scales, len(parts[0]))
+    assert scales == parts[1]
 
 
 def test_only_whole_groups_and_rows_are_possible() -> None:
