@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.planning.import_options import ImportOptions
+from blobstore.serve.asked import Asked, hidden_versions
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.rights import Right, Rights
@@ -344,6 +346,18 @@ def test_a_store_that_was_copied_without_hard_links_knows_which_names_a_server_h
     PulledModels(copied).own()
     assert Library(copied).is_own(NAME)
     assert not Library(copied).is_own(COPY)
+
+
+def test_the_upstream_is_asked_about_the_original_of_a_copy_and_not_twice_about_that(
+    cache: LocalStore,
+) -> None:
+    copy_model(NAME, COPY, store=cache)
+    library = Library(cache)
+    for repository, expected in ((COPY, [COMMIT]), (NAME, [])):
+        asked = Asked.of(repository, COMMIT[1])
+        assert asked is not None
+        find = partial(hidden_versions, library, repository, asked, Visible.of(library))
+        assert [(one.repository, one.revision) for one in prepared(find)] == expected
 
 
 # Names of repositories
