@@ -221,7 +221,7 @@ class PulledModels:
                 # Before the file is read, for the same reason.
                 found, known = FileVersion.of(path), self._files.get(name)
                 try:
-                    if known is None or found is None or known[0] != found:
+                    if known is None or known[0] != found:
                         record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
                         known = found, record.short()
                     files[name] = known
