@@ -48,7 +48,11 @@ _FIELDS = "folder files tensors shards bytes_written original=is_original second
     show_default=True,
     help="A new folder of files, or a folder of Ollama's models, to which a model of Ollama's is added.",
 )
-@click.option("--force", is_flag=True, help="Replace an older folder of this model.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace the folder, if it has only files of a model, of this one or another.",
+)
 @options.shared("jobs", "json")
 def command(
     names: tuple[str, ...],

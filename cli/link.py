@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     help="Repeat values in config.json under the keys of transformers 4, which mlx-lm needs.",
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
-@click.option("--force", is_flag=True, help="Replace an older folder of this model.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace the folder, if it has only files of a model, of this one or another.",
+)
 @options.shared("jobs", "wait", "json")
 def command(
     name: str,

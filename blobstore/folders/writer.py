@@ -309,7 +309,7 @@ def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Pa
     if not is_empty and not (force and target.is_dir()):
         raise BlobstoreError(
             f"{quote(target)} exists already",
-            advice="choose a new or an empty folder, or replace an older export with force=True",
+            advice="choose a new or an empty folder, or replace the model in it with force=True",
         )
     if is_fixed:
         raise BlobstoreError(
@@ -323,7 +323,7 @@ def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Pa
 def atomic_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Create a temporary folder that becomes ``target`` on success and is removed on an error.
 
-    With ``force``, it replaces an older export there.
+    With ``force``, it replaces the files of a model there.
     """
     folder = target.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     try:
@@ -344,10 +344,10 @@ def atomic_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def _replace_export(target: Path, folder: Path) -> None:
-    """Put a complete folder in the place of an older export, and then remove that.
+    """Put a complete folder in the place of one with files of a model, and then remove that.
 
     Raises:
-        BlobstoreError: the older folder has files that are not those of an export of this model.
+        BlobstoreError: the older folder has files besides weights that this model does not have.
     """
     for path in target.rglob("*"):
         name = path.relative_to(target)

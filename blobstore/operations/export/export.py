@@ -83,7 +83,7 @@ def export_model(
         single: write the tensors of each component to one file, instead of the source's files.
         dequantize: write quantized weights as plain values of their original element type if the
             store knows it, otherwise as bfloat16.
-        force: replace an older export or folder of links of this model.
+        force: replace a folder that has only files of a model, of this one or another.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 

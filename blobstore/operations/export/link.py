@@ -87,7 +87,7 @@ def link_model(
             would then be broken.
         old_keys: repeat in ``config.json``, under the keys of transformers 4, the values of keys
             that only transformers 5 has. mlx-lm needs them. Quantized models always have both.
-        force: replace an older export or folder of links of this model.
+        force: replace a folder that has only files of a model, of this one or another.
         jobs: number of threads that copy; by default one per processor.
         progress: called with the file being copied, bytes done and total bytes.
 
