@@ -94,7 +94,7 @@ def test_sharded_training_saves_the_model_of_its_folder(
 def test_parts_that_do_not_travel_give_the_same_models(saved: Path) -> None:
     one, new = LocalStore(saved / "one"), LocalStore(saved / "new")
     names = list(new.references())
-    assert len(names) == 2 * 8
+    assert len(names) == 2 * 10
     for name in names:
         assert one.read_manifest(name) == new.read_manifest(name)
 

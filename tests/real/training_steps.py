@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,14 @@ def fail_on_one_rank(folder: Path) -> None:
     save(state(RANKS, mesh), checkpoint_id="run:after", storage_writer=writer)
 
 
+def _change_types(model: dict[str, Any], mesh: DeviceMesh, both: Callable[[str], int]) -> None:
+    """Save a tensor, and then the same bytes of another type."""
+    for dtype in (torch.float16, torch.bfloat16):
+        model["zeros"] = distribute_tensor(torch.zeros(8, dtype=dtype), mesh, [Shard(0)])
+        assert both(f"run:{dtype}") > 0
+    del model["zeros"]
+
+
 def change_on_some_ranks(folder: Path) -> None:
     """Save steps of which few parts change, with one writer and with new ones, into two stores."""
     rank = dist.get_rank()
@@ -233,6 +241,7 @@ def change_on_some_ranks(folder: Path) -> None:
     dist.all_to_all_single = counted
     assert both("run:1") > 0
     assert both("run:2") == 0
+    _change_types(mine["model"], mesh, both)
     add("rows", 2)
     assert both("run:3") > 0
     assert both("run:4") > 0  # what has changed once is gathered always

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class GatheredBlob(NamedTuple):
     """A blob whose bytes come from several ranks."""
 
     name: str
+    header: bytes
+    """A digest of its header, which has the types of its tensors."""
     tensors: Sequence[tuple[str, Shape]]
     """The keys of its tensors and their shapes in bytes, in the order of its data."""
 
@@ -119,7 +122,11 @@ class Layout:
             (local if held[one.name].keys() <= {owner} else gathered)[owner].append(one)
         streams = [
             [
-                GatheredBlob(blob.name, [(key, self._shapes[key]) for key in tensors[blob.name]])
+                GatheredBlob(
+                    blob.name,
+                    hashlib.sha256(blob.header).digest(),
+                    [(key, self._shapes[key]) for key in tensors[blob.name]],
+                )
                 for blob in blobs
             ]
             for blobs in gathered

@@ -91,7 +91,7 @@ class Unchanged:
 
 
 def _digest_of_parts(blob: GatheredBlob, state: RankState) -> bytes:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(blob.header)
     for key, shape in blob.tensors:
         digest.update(repr((key, shape, state.boxes.get(key))).encode())
         for piece in state.read(key):
