@@ -205,6 +205,9 @@ def test_a_forked_child_can_load_a_model_while_a_thread_of_its_parent_does(
 ) -> None:
     blobstore.create(saved("tied", tmp_path / "source"), "m", store=store)
     torch.set_num_threads(1)  # a child has none of torch's threads
+    from_store(
+        "m", store=store
+    )  # a module that a thread is importing can never be imported by a child
     is_done = False
 
     def load() -> None:
