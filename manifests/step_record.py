@@ -31,7 +31,7 @@ class StepRecord:
     """The state of a training program: its tensors by key, and its other values."""
 
     model: str
-    """The part of the state whose tensors are stored under their own names; empty if there is none."""
+    """The part of the state whose tensors are stored under their own names; may be empty."""
     tensors: Mapping[str, Path]
     """The keys of tensors, and the keys of the nested dicts and lists which lead there."""
     values: Mapping[str, tuple[Path, Any]]

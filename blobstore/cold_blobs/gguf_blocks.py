@@ -88,12 +88,13 @@ class Blocks(Weight):
         data = read_bytes(read, at, self.sample_size)
         return dequantize(self.type_name, np.frombuffer(data, np.uint8))
 
-    def rules(self, read: Read, dtype: DType) -> Iterator[Rule]:  # noqa: ARG002 - the same for all bytes
+    def rules(self, read: Read, dtype: DType) -> Iterator[Rule]:
         """Yield the rules by which the codes may follow from weights of a type."""
         from blobstore.compression.quant_rule import Q8_0, QuantRule  # imports numpy
         from blobstore.gguf.fill_codes import CODED
         from blobstore.gguf.quantize import QUANTIZED
 
+        del read  # they do not depend on the bytes
         if dtype is DType.U8 and self.type_name == Q8_0.name:
             return
         if self.type_name in QUANTIZED:

@@ -180,7 +180,7 @@ class ParentFinder:
         samples = self._samples(models)
         weights = {one.blob.digest for known in samples.values() for one, _ in known}
         found: set[Digest] = set()
-        # Blocks that may be parents come first: with a parent, they are none.
+        # Blocks that may be parents come first: those that get a parent are not parents themselves.
         for child in sorted(children, key=lambda child: child.blob.digest not in weights):
             if child.blob.digest in found:
                 continue

@@ -116,7 +116,7 @@ class Rule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
-        """Return the rule with the types and the other fields of a record; None if there is none."""
+        """Return the rule with the types and the other fields of a record; None if no rule has them."""
 
     @abstractmethod
     def predict(self, read: Read, offset: int, size: int) -> Array:
@@ -189,7 +189,7 @@ class QuantRule(Rule):
 
     @classmethod
     def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
-        """Return the rule with the types and the other fields of a record; None if there is none."""
+        """Return the rule with the types and the other fields of a record; None if no rule has them."""
         number, version, columns, head = fields
         kind, keeps_scales = TYPES.get(number), version > 1
         if kind is None or kind.name not in _VERSIONS[version]:

@@ -92,7 +92,7 @@ class AffineRule(Rule):
 
     @classmethod
     def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
-        """Return the rule with the types and the other fields of a record; None if there is none."""
+        """Return the rule with the types and the other fields of a record; None if no rule has them."""
         number, _, columns, head = fields
         is_known = number <= BIASES and head in AFFINE_BITS and columns in AFFINE_GROUPS
         return cls(dtype, cast, number, head, columns) if is_known else None
@@ -185,7 +185,7 @@ class Float8Rule(Rule):
 
     @classmethod
     def of(cls, fields: tuple[int, ...], dtype: DType, cast: DType) -> Self | None:
-        """Return the rule with these fields, without scales; None if there is none."""
+        """Return the rule with these fields, without scales; None if no rule has them."""
         number, _, columns, head = fields
         return None if number else cls(dtype, columns, (head & 0xFFFF, head >> 16), cast)
 

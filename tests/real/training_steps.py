@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,15 @@ def emptied(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "another"
 
 
+def local(value: Any) -> Any:
+    """Return what this rank has of a value."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def check_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Check that a state was loaded."""
-    for (key, one), (_, other) in zip(leaves(found), leaves(expected), strict=True):
-        if isinstance(one, DTensor):
-            one, other = one.to_local(), other.to_local()  # noqa: PLW2901 - the same, of this rank
+    pairs = zip(leaves(found), leaves(expected), strict=True)
+    for key, one, other in ((key, local(one), local(other)) for (key, one), (_, other) in pairs):
         is_equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
         assert is_equal, key
         assert type(one) is type(other), key
@@ -146,9 +151,9 @@ def save_and_load(folder: Path) -> None:
             )
             for _, value in leaves(mine):
                 if isinstance(value, torch.Tensor):
-                    local = value.to_local() if isinstance(value, DTensor) else value
-                    local.zero_()
-            later.result()  # type: ignore[union-attr]
+                    local(value).zero_()
+            assert isinstance(later, Future)
+            later.result()
         dist.barrier()
     for world in WORLDS:
         if rank < world:

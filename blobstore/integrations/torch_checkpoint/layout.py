@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        SavePlanner,
+        TensorWriteData,
+        WriteItem,
+    )
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Window
@@ -92,7 +97,7 @@ class Layout:
                         (0,) * len(data.size), data.size, data.properties.dtype.itemsize
                     )
                     self._shapes[key] = whole.sizes
-                box = _box(item)
+                box = _box(data)
                 if box.nbytes:
                     self._chunks[key].setdefault(box, rank)
         for key, shape in self._shapes.items():
@@ -168,8 +173,11 @@ class RankState:
         self._planner = planner
         self._window = window
         self._values = [item for item in items if item.type == WriteItemType.BYTE_IO]
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        self._items = {(item.index.fqn, _box(item)): item for item in tensors}
+        self._items = {
+            (item.index.fqn, _box(item.tensor_data)): item
+            for item in items
+            if item.tensor_data is not None
+        }
         self.boxes: dict[str, list[Box]] = {}
         """The parts of tensors, by key, in the order in which they are sent."""
         for key, box in sorted(self._items):
@@ -179,18 +187,18 @@ class RankState:
 
     def values(self) -> dict[str, Any]:
         """Return the values besides tensors, as JSON. Raises UnsupportedSource."""
+        if not self._values:
+            return {}
         look_up: Callable[[MetadataIndex], Any] | None = getattr(
             self._planner, "lookup_object", None
         )
-        if self._values and look_up is None:
+        if look_up is None:
             raise UnsupportedSource(
                 f"the planner {quote(type(self._planner).__name__)} gives values only as pickles",
                 advice="derive it from DefaultSavePlanner",
             )
-        return {
-            item.index.fqn: encode(look_up(item.index), item.index.fqn, KINDS)  # type: ignore[misc]
-            for item in self._values
-        }
+        keys = [(item.index.fqn, item.index) for item in self._values]
+        return {key: encode(look_up(index), key, KINDS) for key, index in keys}
 
     def bytes_of(self, part: Window) -> torch.Tensor:
         """Return the bytes of a part that this rank has."""
@@ -214,7 +222,8 @@ class RankState:
     def _bytes(self, key: str, box: Box) -> torch.Tensor:
         """Return the bytes of one of the parts. Raises UnsupportedSource."""
         data = self._planner.resolve_data(self._items[key, box])
-        assert isinstance(data, torch.Tensor)  # noqa: S101 - what the planner promises
+        if not isinstance(data, torch.Tensor):
+            raise UnsupportedSource(f"the planner gives no tensor for {quote(key)}")
         data = data.detach()
         check_has_bytes(key, data)
         data = data.resolve_conj().resolve_neg().contiguous()
@@ -226,11 +235,11 @@ class RankState:
         return data
 
 
-def _box(item: WriteItem) -> Box:
+def _box(data: TensorWriteData) -> Box:
     """Return the part that an item has of its tensor."""
-    assert item.tensor_data is not None  # noqa: S101 - items of tensors have it
-    chunk, itemsize = item.tensor_data.chunk, item.tensor_data.properties.dtype.itemsize
-    return box_of_bytes(tuple(chunk.offsets), tuple(chunk.sizes), itemsize)
+    return box_of_bytes(
+        tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype.itemsize
+    )
 
 
 def _spec(key: str, dtype: torch.dtype, size: torch.Size) -> TensorSpec:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, ModelNotFound, StoreBusy
+from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, StoreBusy
 from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress, is_address
 from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
@@ -25,12 +26,12 @@ from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping
     from typing import BinaryIO
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.reference import Reference
     from blobstore.manifests.step_record import StepRecord
     from blobstore.objects.client import ObjectTag
     from blobstore.operations.create.create import BlobAdder
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 
 _CHUNK = 8 << 20
 _REQUESTS = 16
+
+
+def can_be_step(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Return whether it can be the name of a step."""
+    with contextlib.suppress(InvalidReference):
+        Reference.of(str(checkpoint_id))
+        return True
+    return False
 
 
 class StepImport(Protocol):

@@ -24,7 +24,8 @@ from torch.futures import Future
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
-from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound, UsageError
+from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, UsageError
+from blobstore.integrations.torch_checkpoint.places import can_be_step
 from blobstore.integrations.torch_checkpoint.values import KINDS
 from blobstore.manifests.plain_values import decode
 from blobstore.manifests.reference import Reference
@@ -84,10 +85,7 @@ class StoreReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it can be the name of a step."""
-        with contextlib.suppress(BlobstoreError):
-            Reference.of(str(checkpoint_id))
-            return True
-        return False
+        return can_be_step(checkpoint_id)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return what the step has.
@@ -115,14 +113,17 @@ class StoreReader(StorageReader):
         return Metadata(described, planner_data=paths)
 
     def _opened(self) -> Model[torch.Tensor]:
-        """Open the name that has all of the step, or if there is none, the name that is given."""
+        """Open the name that has all of the step, or else the name that is given."""
         for name in (*self._states(), self._reference):
             with contextlib.suppress(NotFound):
                 if is_address(self._store):
                     address = f"{str(self._store).rstrip('/')}/{name}"
                     return open_model(address, framework="torch", verify=self._verify, cache="none")
                 return open_model(name, store=self._store, framework="torch", verify=self._verify)
-        raise ModelNotFound(f"there is no step {quote(self._reference)}")
+        raise ModelNotFound(
+            f"there is no step {quote(self._reference)}",
+            advice="choose one of those that 'blobstore list' shows",
+        )
 
     def _states(self) -> Iterator[str]:
         """Yield the names that may have all of the step; those of the model that an alias is of, too."""
@@ -176,7 +177,8 @@ class StoreReader(StorageReader):
             RemoteError: the object storage cannot be reached.
         """
         model = self._model
-        assert model is not None  # noqa: S101 - read_metadata comes before
+        if model is None:
+            raise UsageError("nothing is to be read before the metadata")
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         try:
             for item in plan.items:

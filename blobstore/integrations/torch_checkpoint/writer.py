@@ -22,7 +22,7 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
-from blobstore.integrations.torch_checkpoint.places import open_place
+from blobstore.integrations.torch_checkpoint.places import can_be_step, open_place
 from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StepRecord
@@ -166,10 +166,7 @@ class StoreWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it can be the name of a step."""
-        with contextlib.suppress(BlobstoreError):
-            Reference.of(str(checkpoint_id))
-            return True
-        return False
+        return can_be_step(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check what can be checked without a plan.
@@ -180,8 +177,7 @@ class StoreWriter(StorageWriter):
         del is_coordinator, args
         self._rank = kwargs.get("rank", 0)
         self._end()  # what an earlier save has left that failed on another rank
-        if self._reference is None:
-            raise UsageError("a step needs a name; pass it as checkpoint_id")
+        _ = self._named
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False saves each rank for itself, and a store has whole tensors",
@@ -201,24 +197,18 @@ class StoreWriter(StorageWriter):
             UnsupportedSource: a tensor is of a type that a store does not have, or not all of it is saved.
             NameConflict, StoreError, StoreBusy: the store cannot be used.
         """
-        if not any(
+        if not all(
             plan.usable for plan in plans
-        ):  # the planner has cached them, and the ranks their tasks
+        ):  # the planner has cached them, with the tasks of an earlier step
             raise UsageError(
                 "plans that are cached have no import to join",
-                advice="use a planner without enable_plan_caching",
-            )
-        if not all(plan.usable for plan in plans):
-            raise UsageError(
-                "some plans are cached, and some are not",
                 advice="use a planner without enable_plan_caching",
             )
         layout = Layout(plans)
         self._plan = step = StepPlan(
             layout.specs, model=self._model, files=self._files, metrics=self.metrics
         )
-        assert self._reference is not None  # noqa: S101 - checked before
-        self._import = self._opened.begin(step, self._reference)
+        self._import = self._opened.begin(step, self._named)
         tasks = layout.tasks(step, self._import.name, self._unchanged.token)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
@@ -327,8 +317,15 @@ class StoreWriter(StorageWriter):
         return self._opened.join(task.ingest, stack)
 
     @property
+    def _named(self) -> Reference:
+        if self._reference is None:
+            raise UsageError("a step needs a name; pass it as checkpoint_id")
+        return self._reference
+
+    @property
     def _opened(self) -> Place:
-        assert self._place is not None  # noqa: S101 - it was set up before
+        if self._place is None:
+            self._place = open_place(self._store)
         return self._place
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -115,7 +115,7 @@ class StepPlan:
             if not own:
                 raise UsageError(
                     f"the state has no tensors under {quote(model)}, which is to be the model",
-                    advice=f"its parts are {quote(sorted({key.partition('.')[0] for key in tensors}))}",
+                    advice=f"its parts are {', '.join(map(quote, sorted({key.partition('.')[0] for key in tensors})))}",
                 )
             self.model = _Part.of(own, {**(files or {}), **self._metrics})
             planned = {blob.name: blob for blob in self.blobs}

@@ -4,26 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-torch = pytest.importorskip("torch")
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.errors import InvalidReference
+from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter, places
+from blobstore.manifests import media_types
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.step_record import StepRecord
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.store import ObjectStore, blob_key
+from blobstore.operations.transfer.push import push_model
+from blobstore.store.local import LocalStore
+
 pytest.importorskip("obstore")
-
-from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
-from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
-from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
-
-import blobstore  # noqa: E402
-from blobstore.core.digest import Digest  # noqa: E402
-from blobstore.errors import InvalidReference  # noqa: E402
-from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter, places  # noqa: E402
-from blobstore.manifests import media_types  # noqa: E402
-from blobstore.manifests.model import Manifest  # noqa: E402
-from blobstore.manifests.step_record import StepRecord  # noqa: E402
-from blobstore.objects.address import StoreAddress  # noqa: E402
-from blobstore.objects.store import ObjectStore, blob_key  # noqa: E402
-from blobstore.operations.transfer.push import push_model  # noqa: E402
-from blobstore.store.local import LocalStore  # noqa: E402
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STATE = {"model": {"w": torch.arange(6.0), "v": torch.ones(2)}, "optimizer": {"m": torch.zeros(3)}}
 

@@ -6,29 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
-from torch.distributed.checkpoint.default_planner import (  # noqa: E402
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load  # noqa: E402
-from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-import blobstore  # noqa: E402
-from blobstore.errors import (  # noqa: E402
+import blobstore
+from blobstore.errors import (
     BlobDamaged,
     InvalidReference,
     ModelNotFound,
     UnsupportedSource,
     UsageError,
 )
-from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter  # noqa: E402
-from blobstore.integrations.torch_checkpoint.layout import Layout  # noqa: E402
-from blobstore.manifests.step_record import RECORD_FILE  # noqa: E402
-from blobstore.store.local import LocalStore  # noqa: E402
+from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
+from blobstore.integrations.torch_checkpoint.layout import Layout
+from blobstore.manifests.step_record import RECORD_FILE
+from blobstore.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
