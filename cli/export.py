@@ -11,7 +11,7 @@ from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
@@ -43,10 +43,13 @@ _FIELDS = "folder files tensors shards bytes_written original=is_original second
 )
 @click.option(
     "--layout",
-    type=click.Choice(["folder", "ollama"]),
+    "--as",
+    "layout",
+    type=click.Choice(["folder", "ollama", "dcp"]),
     default="folder",
     show_default=True,
-    help="A new folder of files, or a folder of Ollama's models, to which a model of Ollama's is added.",
+    help="A new folder of files; a folder of Ollama's models, to which a model of Ollama's is added; "
+    "or a new folder of torch.distributed.checkpoint.",
 )
 @click.option(
     "--force",
@@ -75,14 +78,13 @@ def command(
     checkpoint, the tensors are written to new safetensors files instead.
     """
     from blobstore.operations.export.export import export_model
-    from blobstore.operations.export.ollama import export_to_ollama
     from blobstore.store.name_patterns import is_pattern
 
     is_many = len(names) > 1 or is_pattern(names[0])
-    if is_many and layout == "ollama":
-        raise click.UsageError("--layout ollama takes one NAME")
-    if layout == "ollama" and (shard_size or single or dequantize):
-        raise click.UsageError("--layout ollama writes the files that Ollama had, and no others")
+    if is_many and layout != "folder":
+        raise click.UsageError(f"--layout {layout} takes one NAME")
+    if layout != "folder" and (shard_size or single or dequantize):
+        raise click.UsageError(f"--layout {layout} takes no other options for weight files")
     choices: dict[str, Any] = {
         "store": store,
         "shard_size": shard_size,
@@ -96,11 +98,23 @@ def command(
         return
     model = arguments.model(store, names[0])
     with progress_bar() as progress:
-        if layout == "ollama":
-            exported = export_to_ollama(model, folder, store=store, force=force, progress=progress)
-        else:
+        if layout == "folder":
             exported = export_model(model, folder, progress=progress, **choices)
+        else:
+            exported = _writer_of(layout)(
+                model, folder, store=store, force=force, progress=progress
+            )
     out.result({"name": model} | output.record(exported, _FIELDS), _as_text(model, exported))
+
+
+def _writer_of(layout: str) -> Callable[..., Exported]:
+    if layout == "dcp":
+        from blobstore.integrations.torch_checkpoint import export_checkpoint
+
+        return export_checkpoint
+    from blobstore.operations.export.ollama import export_to_ollama
+
+    return export_to_ollama
 
 
 def _export_many(

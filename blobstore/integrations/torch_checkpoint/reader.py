@@ -99,7 +99,7 @@ class StoreReader(StorageReader):
             raise UsageError("which step is to be loaded? pass its name as checkpoint_id")
         self._close()
         self._model = model = self._opened()
-        self._record = record = self._read_record(model)
+        self._record = record = record_of(model, self._model_part)
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for key in record.tensors:
             spec = model.specs[stored_name(key, record.model)]
@@ -136,25 +136,6 @@ class StoreReader(StorageReader):
         for entry in entries:
             if digest is not None and entry.digest == digest:
                 yield str(state_of(entry.reference))
-
-    def _read_record(self, model: Model[torch.Tensor]) -> StepRecord:
-        """Return the record of a step, or for any other model one in which its tensors are the model."""
-        prefix = self._model_part
-        if RECORD_FILE not in model.files:
-            keys = [f"{prefix}.{name}" if prefix else name for name in model.specs]
-            paths = {
-                key: ((prefix, key.removeprefix(f"{prefix}.")) if prefix else (key,))
-                for key in keys
-            }
-            return StepRecord(model=prefix, tensors=paths, values={})
-        record = StepRecord.from_bytes(model.read_file(RECORD_FILE))
-        names = {stored_name(key, record.model) for key in record.tensors}
-        if names != set(model.specs):
-            other = min(names ^ set(model.specs))
-            raise BlobDamaged(
-                f"{model.reference}: {RECORD_FILE} does not fit tensor {quote(other)}"
-            )
-        return record
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -221,3 +202,21 @@ class StoreReader(StorageReader):
         if self._model is not None:
             self._model.close()
             self._model = None
+
+
+def record_of(model: Model[torch.Tensor], part: str = "") -> StepRecord:
+    """Return the record of a step, or for any other model one in which its tensors are a part of the state.
+
+    Raises:
+        BlobDamaged: the record is malformed, or of other tensors.
+    """
+    if RECORD_FILE not in model.files:
+        keys = [f"{part}.{name}" if part else name for name in model.specs]
+        paths = {key: ((part, key.removeprefix(f"{part}.")) if part else (key,)) for key in keys}
+        return StepRecord(model=part, tensors=paths, values={})
+    record = StepRecord.from_bytes(model.read_file(RECORD_FILE))
+    names = {stored_name(key, record.model) for key in record.tensors}
+    if names != set(model.specs):
+        other = min(names ^ set(model.specs))
+        raise BlobDamaged(f"{model.reference}: {RECORD_FILE} does not fit tensor {quote(other)}")
+    return record
