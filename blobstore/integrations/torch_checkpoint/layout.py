@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource
-from blobstore.integrations.torch_checkpoint.values import KINDS
 from blobstore.integrations.torch_checkpoint.windows import (
     Box,
     box_of_bytes,
@@ -22,6 +21,7 @@ from blobstore.integrations.torch_checkpoint.windows import (
     windows_of,
 )
 from blobstore.manifests.plain_values import encode
+from blobstore.models.torch_values import KINDS
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
 if TYPE_CHECKING:

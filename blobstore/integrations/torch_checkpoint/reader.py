@@ -25,8 +25,6 @@ from torch.futures import Future
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, UsageError
-from blobstore.integrations.torch_checkpoint.places import can_be_step
-from blobstore.integrations.torch_checkpoint.values import KINDS
 from blobstore.manifests.plain_values import decode
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import (
@@ -35,7 +33,9 @@ from blobstore.manifests.step_record import (
     state_of,
     stored_name,
 )
+from blobstore.models.torch_values import KINDS
 from blobstore.objects.address import is_address
+from blobstore.operations.create.places import can_be_step
 from blobstore.operations.open import open_model
 from blobstore.safetensors.torch import empty_tensor
 from blobstore.store.catalog import read_catalog

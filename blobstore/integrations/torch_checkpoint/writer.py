@@ -22,11 +22,11 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
-from blobstore.integrations.torch_checkpoint.places import can_be_step, open_place
 from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StepRecord
 from blobstore.objects.address import is_address
+from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
 from blobstore.operations.create.step import StepPlan
 from blobstore.store.local import LocalStore
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.integrations.torch_checkpoint.exchange import Windows
-    from blobstore.integrations.torch_checkpoint.places import Place, StepImport
     from blobstore.operations.create.create import BlobAdder
+    from blobstore.operations.create.places import Place, StepImport
     from blobstore.operations.create.save import File
     from blobstore.planning.grouping import BlobPlan
     from blobstore.quantization.recipes import Recipe

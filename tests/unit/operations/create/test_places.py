@@ -12,12 +12,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidReference
-from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter, places
+from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.step_record import StepRecord
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore, blob_key
+from blobstore.operations.create import places
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 
