@@ -176,6 +176,7 @@ def test_bytes_of_such_a_file_come_before_the_upstream_has_sent_it(
             while status == 503:
                 status, _, part = server.request(f"{AT}/{name}", Range="bytes=0-999")
             assert (status, part) == (206, data[:1000])
+            assert server.metric("upstream_bytes_total") >= 1000
             assert not whole.done()
         finally:
             gate[1].set()
