@@ -57,7 +57,7 @@ def command(
             weights=weights,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
-            overwrite=force,
+            force=force,
             jobs=jobs,
             progress=progress,
         )

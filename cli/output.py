@@ -39,7 +39,7 @@ SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 """The fields of a signature, for :func:`records`."""
 _ARGUMENT = re.compile(
     r"(?<![\w/'])"  # not in a path or a name that a message quotes
-    r"(?:(anonymous|cold|force|mount|overwrite|verify)=(True|False)|"
+    r"(?:(anonymous|cold|force|mount|verify)=(True|False)|"
     r"(keep_last|mount_from|older_than|part_size|token_file))\b"
 )
 """Arguments of Python of which the command line has options, as messages of the library name them."""
@@ -223,7 +223,7 @@ def with_options(message: str) -> str:
     """Return a message of the library with the options of commands instead of arguments of Python."""
 
     def option(found: re.Match[str]) -> str:
-        name = (found[1] or found[3]).replace("overwrite", "force").replace("_", "-")
+        name = (found[1] or found[3]).replace("_", "-")
         return f"--{'no-' * (found[2] == 'False')}{name}"
 
     return _ARGUMENT.sub(option, message)

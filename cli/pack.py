@@ -72,7 +72,7 @@ def command(
             store=store,
             level=level,
             signatures=not no_signatures,
-            overwrite=force,
+            force=force,
             jobs=jobs,
             progress=progress,
         )

@@ -74,7 +74,7 @@ def command(
             out=file,
             layout=layout,
             passphrase=read_passphrase,
-            overwrite=force,
+            force=force,
             jobs=jobs,
             progress=progress,
         )

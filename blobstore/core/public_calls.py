@@ -48,7 +48,7 @@ _ARGUMENTS: Final = {
     **dict.fromkeys(("root", "home", "cache_dir", "store_path"), ("store",)),
     **dict.fromkeys(("state_dict", "model_state"), ("tensors",)),
     **dict.fromkeys(("threads", "workers", "max_workers", "n_jobs"), ("jobs",)),
-    **dict.fromkeys(("exist_ok", "replace", "force", "overwrite"), ("force", "overwrite")),
+    **dict.fromkeys(("exist_ok", "replace", "overwrite"), ("force",)),
     **dict.fromkeys(("src", "url", "address"), ("source", "remote")),
     **dict.fromkeys(("as_", "namespace"), ("prefix",)),
     "callback": ("progress",),
@@ -107,8 +107,9 @@ def check_options(function: Callable[..., Any], options: Mapping[str, object], k
 
 def advice_on_name(name: str, public: Collection[str]) -> str:
     """Return which public names may be meant by one that does not exist, as the end of an error."""
-    if name in vars(errors):
-        return f"; {question([f'errors.{name}'])}"
+    for error in (name, name.removesuffix("Error")):
+        if error in vars(errors):
+            return f"; {question([f'errors.{error}'])}"
     stem = name.removesuffix("s").removesuffix("_model")
     for guess in (name, stem):
         found = _NAMES.get(guess) or COMMANDS.get(guess, guess)
@@ -144,6 +145,12 @@ def _wrong_call(
         extra = args[len(places)]
         if isinstance(extra, str) and not set("*?[").isdisjoint(extra):
             return InvalidCall(f"{name}() takes no glob: {quote(extra)}", advice=_FILTER)
+        if places == ["references"] and all(
+            isinstance(one, str) and one[:1] not in "./~" for one in args
+        ):
+            return InvalidCall(
+                f"{name}() takes several names as one list", advice=f"write {name}({[*args]})"
+            )
         is_store = isinstance(extra, os.PathLike) or "Store" in type(extra).__name__
         is_store |= isinstance(extra, str) and "/" in extra
         return InvalidCall(

@@ -35,20 +35,19 @@ def check_target(target: str | os.PathLike[str]) -> None:
         )
 
 
-def check_new_file(target: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_new_file(target: str | os.PathLike[str], *, force: bool) -> None:
     """Check that a file may be written at a path: as :func:`check_target`, and nothing is lost there.
 
     Raises:
         BlobstoreError: as :func:`check_target`. Or there is something else than a file, or a file and not
-            ``overwrite``.
+            ``force``.
         OSError: a part of the path cannot be read.
     """
     check_target(target)
-    if os.path.lexists(target) and not (overwrite and Path(target).is_file()):
+    if os.path.lexists(target) and not (force and Path(target).is_file()):
         raise BlobstoreError(
-            f"{quote(target)} exists already"
-            + (", and is not a regular file" if overwrite else ""),
-            advice="" if overwrite else "replace it with overwrite=True",
+            f"{quote(target)} exists already" + (", and is not a regular file" if force else ""),
+            advice="" if force else "replace it with force=True",
         )
 
 

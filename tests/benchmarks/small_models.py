@@ -85,7 +85,7 @@ def main() -> None:
             return usage.referenced.size
 
         def pack() -> None:
-            blobstore.pack(names, archive, store=store, overwrite=True)
+            blobstore.pack(names, archive, store=store, force=True)
 
         print(f"| {models} models | s | bytes |\n| --- | --- | --- |")
         timed("list", lambda: blobstore.list(store=store))

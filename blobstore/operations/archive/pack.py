@@ -87,7 +87,7 @@ def pack_models(
     store: StoreLike = None,
     level: Level = "fast",
     signatures: bool = True,
-    overwrite: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Packed:
@@ -99,7 +99,7 @@ def pack_models(
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         level: ``fast`` to compress and decompress, or ``small``. Frozen blobs are copied at any level.
         signatures: pack the signatures of the models, too. Programs that expect none in archives refuse the file.
-        overwrite: replace an existing file.
+        force: replace an existing file.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
 
@@ -123,7 +123,7 @@ def pack_models(
         raise UsageError("name the models to be packed")
     check_case(names)
     target = local_path(path)
-    check_new_file(target, overwrite=overwrite)
+    check_new_file(target, force=force)
     store = LocalStore.of(store)
     store.check_root()
     models = read_models(store, names)
@@ -144,7 +144,7 @@ def pack_models(
                 writer = _ArchiveWriter(store, level, target.parent, descriptor, workers)
                 members = writer.write(models, packed, planned)
                 size = os.fstat(descriptor).st_size
-                check_new_file(target, overwrite=overwrite)  # it may have appeared since
+                check_new_file(target, force=force)  # it may have appeared since
         except OSError as error:
             raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     return Packed(

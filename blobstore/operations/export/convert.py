@@ -56,7 +56,7 @@ def convert_checkpoint(
     weights: str | None = None,
     keep_names: bool = False,
     skip_unreadable: bool = False,
-    overwrite: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Copied:
@@ -72,7 +72,7 @@ def convert_checkpoint(
         weights: as for :func:`blobstore.create`.
         keep_names: as for :func:`blobstore.create`.
         skip_unreadable: as for :func:`blobstore.create`.
-        overwrite: replace an existing file.
+        force: replace an existing file.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
@@ -86,7 +86,7 @@ def convert_checkpoint(
     """
     check_jobs(jobs)
     path = local_path(target)
-    check_new_file(path, overwrite=overwrite)
+    check_new_file(path, force=force)
     opened = open_source(
         source,
         SourceOptions(
@@ -117,7 +117,7 @@ def convert_checkpoint(
             batches = [list(run) for _, run in groupby(places, lambda it: it[0] // _BATCH_SIZE)]
             pool.run(batches, partial(_write_batch, opened, pool, descriptor))
             opened.check_unchanged()
-            check_new_file(path, overwrite=overwrite)  # it may have appeared since
+            check_new_file(path, force=force)  # it may have appeared since
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:

@@ -82,7 +82,7 @@ def sign_model(
     out: str | os.PathLike[str] | None = None,
     layout: Layout = "export",
     passphrase: Callable[[], Passphrase] | None = None,
-    overwrite: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Signed:
@@ -99,7 +99,7 @@ def sign_model(
         out: a new file for the OMS bundle, too. ``model_signing verify key`` accepts it for the folder.
         layout: the folder that the bundle lists: that of ``export``, or that of ``link``.
         passphrase: called if the key is encrypted.
-        overwrite: replace an existing file ``out``.
+        force: replace an existing file ``out``.
         jobs: number of threads that hash; by default one per processor.
         progress: called with the current blob, bytes done and total bytes.
 
@@ -122,7 +122,7 @@ def sign_model(
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = None if out is None else local_path(out)
     if target is not None:
-        check_new_file(target, overwrite=overwrite)
+        check_new_file(target, force=force)
     data, manifest = store.parse(reference)
     try:
         store.check_manifest(data, manifest)

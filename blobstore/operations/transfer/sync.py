@@ -89,7 +89,7 @@ def lock_models(
     local = LocalStore.of(store)
     file = None if path is None else local_path(path)
     if file is not None:
-        check_new_file(file, overwrite=True)
+        check_new_file(file, force=True)
     names = Reference.all_of(references) or local.references()
     models = [_locked(local, name, remote) for name in sorted(names)]
     if file is not None:

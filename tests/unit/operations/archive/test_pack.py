@@ -263,7 +263,7 @@ def test_a_damaged_cold_blob_stops_packing_unless_it_is_hot_too(
     check_archive(path)
     Path(store.blob_path(digest)).unlink()
     with pytest.raises(BlobDamaged, match="base:latest: layer 'l1': cold blob"):
-        pack_models(["base"], path, store=store, overwrite=True)
+        pack_models(["base"], path, store=store, force=True)
     assert check_archive(path).blobs == 5  # the old one
     assert left(path) == ["family.bsar"]
 
@@ -329,13 +329,13 @@ def test_a_missing_blob_stops_packing(store: LocalStore, path: Path) -> None:
 
 def test_replaces_an_existing_file_only_if_asked(store: LocalStore, path: Path) -> None:
     path.write_bytes(b"mine")
-    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with force=True"):
         pack_models(["base"], path, store=store)
     assert path.read_bytes() == b"mine"
-    pack_models(["base"], path, store=store, overwrite=True)
+    pack_models(["base"], path, store=store, force=True)
     check_archive(path)
     with pytest.raises(BlobstoreError, match="exists already"):
-        pack_models(["base"], path.parent, store=store, overwrite=True)
+        pack_models(["base"], path.parent, store=store, force=True)
 
 
 def test_keeps_a_file_that_appears_while_packing(store: LocalStore, path: Path) -> None:

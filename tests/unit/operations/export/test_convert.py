@@ -65,7 +65,7 @@ def test_keeps_the_metadata_of_a_safetensors_file(tmp_path: Path) -> None:
     convert_checkpoint(source, target)
     assert metadata_of(target) == {"format": "pt", **metadata}
     save_file({"a": torch.ones(2)}, source, {"format": "mlx"})
-    convert_checkpoint(source, target, overwrite=True)
+    convert_checkpoint(source, target, force=True)
     assert metadata_of(target) == {"format": "mlx"}
 
 
@@ -102,14 +102,14 @@ def test_writes_only_the_given_subtree(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "other.safetensors", subtree="none")
 
 
-def test_replaces_a_file_only_with_overwrite(tmp_path: Path) -> None:
+def test_replaces_a_file_only_with_force(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     target = tmp_path / "out.safetensors"
     target.write_bytes(b"precious")
-    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with force=True"):
         convert_checkpoint(source, target)
     assert target.read_bytes() == b"precious"
-    convert_checkpoint(source, target, overwrite=True)
+    convert_checkpoint(source, target, force=True)
     assert set(load_file(target)) == set(TENSORS)
 
 
@@ -117,7 +117,7 @@ def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     (tmp_path / "out").mkdir()
     with pytest.raises(BlobstoreError, match="exists already"):
-        convert_checkpoint(source, tmp_path / "out", overwrite=True)
+        convert_checkpoint(source, tmp_path / "out", force=True)
 
 
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path) -
 def test_a_file_that_appears_while_it_works_is_not_replaced(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     target = tmp_path / "out.safetensors"
-    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with force=True"):
         convert_checkpoint(source, target, progress=lambda *_: target.touch())
     assert target.read_bytes() == b""
     assert {path.name for path in tmp_path.iterdir()} == {"x.pt", "out.safetensors"}

@@ -202,7 +202,7 @@ def test_writes_the_bundle_to_a_new_file_alone(
     with pytest.raises(BlobstoreError, match="exists already"):
         blobstore.sign("dense", key.private, store=store, out=key.private)
     assert b"PRIVATE KEY" in key.private.read_bytes()
-    blobstore.sign("dense", key.private, store=store, out=out, overwrite=True)
+    blobstore.sign("dense", key.private, store=store, out=out, force=True)
     with pytest.raises(BlobstoreError, match="cannot write"):
         blobstore.sign("dense", key.private, store=store, out=tmp_path / "none" / "model.sig")
 
