@@ -38,7 +38,7 @@ class Sample:
         Raises:
             UsageError: the share is not above 0 and at most 100 %, or the text spells neither form.
         """
-        match = _SPELLING.fullmatch(text.strip())
+        match = _SPELLING.fullmatch(str(text).strip())  # a caller may pass a number
         if match and match["percent"] and 0 < (percent := float(match["percent"])) <= 100:
             return cls(random.randrange(_PLACES), round(percent / 100 * _PLACES))  # noqa: S311 - no secret
         if match and match["part"] and 1 <= (part := int(match["part"])) <= int(match["parts"]):

@@ -90,6 +90,11 @@ class Verified:
     lost: tuple[Reference, ...] = ()
     """Names of the store whose manifest is lost, though their blobs are there; only if all models are verified."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether there are no faults."""
+        return not self.faults
+
 
 def verify_models(
     references: Names = (),

@@ -76,7 +76,9 @@ def blob(*names: str) -> bytes:
 
 
 def only_fault(store: LocalStore) -> Fault:
-    (fault,) = verify_models(store=store).faults
+    verified = verify_models(store=store)
+    assert not verified.ok
+    (fault,) = verified.faults
     assert fault.reference == "m:latest"
     return fault
 
@@ -91,7 +93,7 @@ def test_finds_no_fault_in_an_intact_model(experts: ExpertForm, tmp_path: Path) 
     create(folder, NAME, store=store, experts=experts)
     verified = verify_models([NAME], store=store)
     blobs = list((tmp_path / "store" / "blobs").iterdir())
-    assert verified.faults == ()
+    assert verified.ok
     assert verified.models == 1
     assert verified.blobs == len(blobs)
     assert verified.bytes_read == sum(path.stat().st_size for path in blobs)
