@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.thaw import Thawed
     from blobstore.operations.freeze.thaw import thaw_models as thaw
     from blobstore.operations.ingest.ingest import IngestedModel, ingest
+    from blobstore.operations.load import load
     from blobstore.operations.maintenance.collected import Collected
     from blobstore.operations.maintenance.copy_to_store import CopiedModel, copy_to_store
     from blobstore.operations.maintenance.gc import collect_garbage as gc
@@ -174,6 +175,7 @@ _HOMES = {
     "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
     "link": ("blobstore.operations.export.link", "link_model"),
     "list": ("blobstore.operations.describe.list", "list_models"),
+    "load": ("blobstore.operations.load", "load"),
     "lock": ("blobstore.operations.transfer.sync", "lock_models"),
     "open": ("blobstore.operations.open", "open_model"),
     "open_archive": ("blobstore.archives.reader", "open_archive"),
@@ -274,6 +276,7 @@ __all__ = [
     "inspect",
     "link",
     "list",
+    "load",
     "lock",
     "open",
     "open_archive",

@@ -5,7 +5,7 @@ It is JSON, described in docs/reference/format.md. Values are those of :mod:`blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
@@ -36,6 +36,8 @@ class StepRecord:
     """The keys of tensors, and the keys of the nested dicts and lists which lead there."""
     values: Mapping[str, tuple[Path, Any]]
     """The same of values, and these as JSON."""
+    containers: Mapping[Path, Any] = field(default_factory=dict)
+    """Containers that are not lists or dicts with texts as keys, or are empty: by their paths, with None for each value."""
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
@@ -48,6 +50,11 @@ class StepRecord:
                 for key, (path, value) in sorted(self.values.items())
             },
         }
+        if self.containers:
+            value["containers"] = [
+                {"path": list(path), "value": value}
+                for path, value in sorted(self.containers.items(), key=str)
+            ]
         return strict_json.dumps(value).encode()
 
     @classmethod
@@ -75,6 +82,10 @@ class StepRecord:
                         values={
                             key: (_path(item["path"]), item["value"])
                             for key, item in values.items()
+                        },
+                        containers={
+                            _path(item["path"], at_root=True): item["value"]
+                            for item in value.get("containers", ())
                         },
                     )
                 except (KeyError, TypeError, ValueError):
@@ -111,7 +122,8 @@ def is_of_model(key: str, model: str) -> bool:
     return bool(model) and key.startswith(f"{model}.")
 
 
-def _path(value: Any) -> Path:
-    if not (isinstance(value, list) and value and all(type(key) in (str, int) for key in value)):
+def _path(value: Any, *, at_root: bool = False) -> Path:
+    is_path = isinstance(value, list) and all(type(key) in (str, int) for key in value)
+    if not (is_path and (value or at_root)):
         raise ValueError("not a path")
     return tuple(value)

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged
 from blobstore.folders.writer import atomic_folder, resolve_target, write_new
-from blobstore.integrations.torch_checkpoint.reader import record_of
 from blobstore.manifests.plain_values import decode
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import RECORD_FILE, stored_name
 from blobstore.models.torch_values import KINDS
 from blobstore.operations.export.export import Exported
+from blobstore.operations.load import record_of
 from blobstore.operations.open import open_model
 from blobstore.safetensors.torch import empty_tensor
 

@@ -6,7 +6,6 @@ ranges that it needs.
 
 from __future__ import annotations
 
-import contextlib
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -24,26 +23,19 @@ from torch.futures import Future
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
-from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, UsageError
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.plain_values import decode
-from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import (
-    RECORD_FILE,
     StepRecord,
-    state_of,
     stored_name,
 )
 from blobstore.models.torch_values import KINDS
-from blobstore.objects.address import is_address
 from blobstore.operations.create.places import can_be_step
-from blobstore.operations.open import open_model
+from blobstore.operations.load import open_step, record_of
 from blobstore.safetensors.torch import empty_tensor
-from blobstore.store.catalog import read_catalog
-from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
@@ -98,7 +90,9 @@ class StoreReader(StorageReader):
         if not self._reference:
             raise UsageError("which step is to be loaded? pass its name as checkpoint_id")
         self._close()
-        self._model = model = self._opened()
+        self._model = model = open_step(
+            self._reference, self._store, framework="torch", verify=self._verify
+        )
         self._record = record = record_of(model, self._model_part)
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for key in record.tensors:
@@ -111,31 +105,6 @@ class StoreReader(StorageReader):
         described |= {key: BytesStorageMetadata() for key in record.values}
         paths = dict(record.tensors) | {key: path for key, (path, _) in record.values.items()}
         return Metadata(described, planner_data=paths)
-
-    def _opened(self) -> Model[torch.Tensor]:
-        """Open the name that has all of the step, or else the name that is given."""
-        for name in (*self._states(), self._reference):
-            with contextlib.suppress(NotFound):
-                if is_address(self._store):
-                    address = f"{str(self._store).rstrip('/')}/{name}"
-                    return open_model(address, framework="torch", verify=self._verify, cache="none")
-                return open_model(name, store=self._store, framework="torch", verify=self._verify)
-        raise ModelNotFound(
-            f"there is no step {quote(self._reference)}",
-            advice="choose one of those that 'blobstore list' shows",
-        )
-
-    def _states(self) -> Iterator[str]:
-        """Yield the names that may have all of the step; those of the model that an alias is of, too."""
-        reference = Reference.of(self._reference)
-        yield str(state_of(reference))
-        if is_address(self._store):
-            return
-        entries = list(read_catalog(LocalStore.of(self._store)).of_repositories([reference]))
-        digest = next((one.digest for one in entries if one.reference == reference), None)
-        for entry in entries:
-            if digest is not None and entry.digest == digest:
-                yield str(state_of(entry.reference))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -202,21 +171,3 @@ class StoreReader(StorageReader):
         if self._model is not None:
             self._model.close()
             self._model = None
-
-
-def record_of(model: Model[torch.Tensor], part: str = "") -> StepRecord:
-    """Return the record of a step, or for any other model one in which its tensors are a part of the state.
-
-    Raises:
-        BlobDamaged: the record is malformed, or of other tensors.
-    """
-    if RECORD_FILE not in model.files:
-        keys = [f"{part}.{name}" if part else name for name in model.specs]
-        paths = {key: ((part, key.removeprefix(f"{part}.")) if part else (key,)) for key in keys}
-        return StepRecord(model=part, tensors=paths, values={})
-    record = StepRecord.from_bytes(model.read_file(RECORD_FILE))
-    names = {stored_name(key, record.model) for key in record.tensors}
-    if names != set(model.specs):
-        other = min(names ^ set(model.specs))
-        raise BlobDamaged(f"{model.reference}: {RECORD_FILE} does not fit tensor {quote(other)}")
-    return record

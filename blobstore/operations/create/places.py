@@ -21,6 +21,7 @@ from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.create import with_space
+from blobstore.operations.create.step import Published
 from blobstore.remotes.model_reader import pack_headers
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
@@ -64,7 +65,7 @@ class StepImport(Protocol):
     def adopt(self, item: Ingested) -> None:
         """Publish with this import what another rank has added to it."""
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
         """Give the step its names."""
 
     def close(self) -> None:
@@ -126,8 +127,8 @@ class _FolderImport:
     def adopt(self, item: Ingested) -> None:
         self.blobs.adopt(item)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
-        self._plan.publish(self._store, self._updates, self.blobs, added, record)
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
+        return self._plan.publish(self._store, self._updates, self.blobs, added, record)
 
     def close(self) -> None:
         self._open.close()
@@ -196,7 +197,7 @@ class _ObjectImport:
 
     def __init__(self, objects: ObjectStore, plan: StepPlan, reference: Reference) -> None:
         self._objects, self._plan = objects, plan
-        self._names = [(name, _tag(objects, name)) for name in plan.names(reference)]
+        self._names = [(name, *_former(objects, name)) for name in plan.names(reference)]
         self.blobs = _ObjectBlobs(objects)
         self._open = contextlib.ExitStack()
         # Before the first blob is written: a collection keeps what is younger than any lease.
@@ -206,7 +207,7 @@ class _ObjectImport:
         if item.written:
             self.blobs.written.add(item.digest)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> None:
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
         objects = self._objects
         manifests = self._plan.manifests(self.blobs, added, record)
         data = [manifest.to_bytes() for manifest in manifests]
@@ -224,8 +225,9 @@ class _ObjectImport:
             for manifest, one in zip(manifests, data, strict=True):
                 objects.put_headers(Digest.of(one), pack_headers(_headers(manifest, starts)))
             check()
-            for (name, tag), one in zip(self._names, data, strict=True):
+            for (name, _, tag), one in zip(self._names, data, strict=True):
                 objects.place(name, one, tag)
+        return Published(manifests, self._names[-1][1] not in (None, data[-1]))
 
     def _is_there(self, blob: BlobId) -> bool:
         return self._objects.exists(*blob, LOOK_FOR_BLOB)
@@ -234,10 +236,10 @@ class _ObjectImport:
         self._open.close()
 
 
-def _tag(objects: ObjectStore, name: Reference) -> ObjectTag | None:
+def _former(objects: ObjectStore, name: Reference) -> tuple[bytes | None, ObjectTag | None]:
     with contextlib.suppress(ModelNotFound):
-        return objects.read_version(name, READ_FORMER)[1]
-    return None
+        return objects.read_version(name, READ_FORMER)
+    return None, None
 
 
 def _headers(manifest: Manifest, starts: Mapping[Digest, bytes]) -> Mapping[Digest, bytes]:

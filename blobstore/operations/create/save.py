@@ -13,82 +13,104 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, overload
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import read_regular
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
+from blobstore.manifests.nested_state import flatten
 from blobstore.manifests.reference import Reference
+from blobstore.objects.address import is_address
 from blobstore.operations.create.create import import_source
+from blobstore.operations.create.save_step import StepSave
+from blobstore.operations.create.step import METADATA
 from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.memory import MemorySource
 from blobstore.sources.small_files import MAX_SMALL_FILE
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from typing import Unpack
 
     from typing_extensions import Buffer
 
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
+    from blobstore.manifests.plain_values import Kind
+    from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.create import Created
-    from blobstore.store.names import NameUpdate
 
     File = bytes | Path | Mapping[str, Any]
+    _Described = tuple[TensorSpec, Callable[[], Buffer]]
 
-_METADATA: Final = {"torch": {"format": "pt"}, "mlx": {"format": "mlx"}}
-"""The metadata that transformers and mlx-lm write into their files, and look for."""
+
+class _Options(TypedDict, total=False):
+    """The options that do not change the type of the result."""
+
+    model: str
+    files: Mapping[str, File] | None
+    metrics: Mapping[str, float] | None
+    store: StoreLike
+    jobs: int | None
+    progress: Progress | None
 
 
 @overload
 def save(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[Any, Any],
     reference: str | Reference,
     *,
-    files: Mapping[str, File] = ...,
-    store: StoreLike = ...,
     background: Literal[False] = ...,
-    jobs: int | None = ...,
-    progress: Progress | None = ...,
+    **options: Unpack[_Options],
 ) -> Created: ...
 
 
 @overload
 def save(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[Any, Any],
     reference: str | Reference,
     *,
-    files: Mapping[str, File] = ...,
-    store: StoreLike = ...,
     background: Literal[True],
-    jobs: int | None = ...,
-    progress: Progress | None = ...,
+    **options: Unpack[_Options],
 ) -> Future[Created]: ...
 
 
 def save(
-    tensors: Mapping[str, Any],
+    tensors: Mapping[Any, Any],
     reference: str | Reference,
     *,
+    model: str = "",
     files: Mapping[str, File] | None = None,
+    metrics: Mapping[str, float] | None = None,
     store: StoreLike = None,
     background: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Created | Future[Created]:
-    """Save a state dict as a model: as :func:`create` would import it from one safetensors file.
+    """Save a state dict as a model, or the nested state of a training program as a step.
+
+    A dict of tensors becomes what :func:`create` would import from one safetensors file. Anything else is a step, and
+    with ``model`` or ``metrics`` a dict of tensors is, too: what a ``StoreWriter`` would save on one rank, and
+    :func:`load` returns.
 
     Tensors that the store already has are hashed, but not written again. The name appears when all of the
     model is durable. Tensors that share memory are stored once per name.
 
     Args:
-        tensors: tensors of torch, numpy or MLX by name, on any device. They need not be contiguous.
+        tensors: tensors of torch, numpy or MLX by name, on any device. They need not be contiguous. Or dicts,
+            lists and tuples of such tensors and of plain values: None, booleans, numbers, texts, bytes, sets,
+            and dtypes, devices and sizes of torch. With tensors of torch or MLX, arrays of numpy are plain values.
         reference: the name, ``[host/][namespace/]model[:tag]``; a model that has it is replaced.
-        files: small files by name: their contents, their paths, or a dict that becomes JSON, as
+        model: the part of a step that is the model, such as ``model`` for ``{"model": …, "optimizer": …}``. The
+            step then has two names: ``run:step-1000``, the model alone under its own names, and
+            ``run:step-1000.state``, everything. Without it, everything has the one name.
+        files: small files of the model by name: their contents, their paths, or a dict that becomes JSON, as
             ``{"config.json": model.config.to_dict()}``.
-        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        metrics: numbers to keep with a step, such as ``{"loss": 1.2}``.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``. Or the address of
+            one in object storage, such as ``s3://bucket/prefix``, for a step.
         background: copy the tensors, and return a future of the result. The caller may change the tensors
             then; an error of the import is raised by ``future.result()``. If nobody asks for it, it ends the
             process with one line and exit status 120. Waits for earlier background saves first, and in
@@ -102,7 +124,7 @@ def save(
 
     Raises:
         UnsupportedSource: a tensor is sparse, distributed, without data, or of a type that safetensors
-            files do not have.
+            files do not have; or a value is not plain.
         DamagedSource: a tensor was replaced while it was saved, or its framework cannot read it.
         BlobstoreError: with ``background``, there is no memory for the copy, or the interpreter is ending.
         StoreError, StoreBusy, NameConflict: the store cannot be used.
@@ -114,39 +136,49 @@ def save(
     check_mapping({} if files is None else files, "files", "a dict of small files")
     reference = Reference.of(reference)
     check_jobs(jobs)
-    store = LocalStore.of(store)
-    store.names.check_name(reference)
-    frameworks = {name: _framework(name, tensor) for name, tensor in tensors.items()}
-    found = dict(_described(frameworks[name], name, tensor) for name, tensor in tensors.items())
-    if "torch" in frameworks.values():
-        from blobstore.safetensors import torch
-
-        torch.wait_for_devices(tensors.values())
-    metadata = _METADATA.get(next(iter(frameworks.values()), ""), {})
     contents = {name: file_content(name, file) for name, file in (files or {}).items()}
-    source = MemorySource(found, metadata, contents)
+    libraries = set(_libraries(tensors))
+    framework = next((one for one in ("torch", "mlx") if one in libraries), "numpy")
+    options: dict[str, Any] = {"started": started, "jobs": jobs, "progress": progress}
+    is_model = all(_library(type(one)) for one in tensors.values())
+    if model or metrics is not None or is_address(store) or not is_model:
+        step = StepSave.of(
+            *_flattened(tensors, model, framework),
+            framework=framework,
+            files=contents,
+            metrics=metrics,
+        )
+        source = step.source
 
-    def run(update: NameUpdate) -> Created:
-        with contextlib.closing(source):
-            return import_source(
-                source,
-                update,
-                store,
-                ImportOptions(),
-                started=started,
-                jobs=jobs,
-                progress=progress,
-            )
+        def begin() -> Callable[[], Created]:
+            return functools.partial(step.run, reference, store, **options)
+
+    else:
+        opened = LocalStore.of(store)
+        opened.names.check_name(reference)
+        found = dict(_described(tensors).values())
+        source = MemorySource(found, METADATA[framework], contents)
+
+        def begin() -> Callable[[], Created]:
+            update = opened.names.seen(reference)
+            arguments = (source, update, opened, ImportOptions())
+            return functools.partial(import_source, *arguments, **options)
 
     if not background:
-        return run(store.names.seen(reference))
+        with contextlib.closing(source):
+            return begin()()
     wait(list(_SAVES))  # a name must not get older tensors, and each save needs memory for a copy
-    update = store.names.seen(reference)  # only now: earlier saves may have given the name
+    run = begin()  # only now: earlier saves may have given the name
     source.copy()
+
+    def run_and_forget() -> Created:
+        with contextlib.closing(source):
+            return run()
+
     future = _Save(reference)
     thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-save")
     try:
-        future.settled = thread.submit(future.settle, functools.partial(run, update))
+        future.settled = thread.submit(future.settle, run_and_forget)
     except RuntimeError as error:
         _SAVES.discard(future)
         raise BlobstoreError(f"{reference} cannot be saved in the background: {error}") from error
@@ -259,29 +291,58 @@ def check_mapping(value: object, name: str, expected: str) -> None:
         raise UsageError(f"{name} is {expected}, got {quote(type(value).__name__)}", advice=advice)
 
 
-def _framework(name: str, tensor: object) -> str:
-    """Return the library that a tensor is of."""
-    for base in type(tensor).__mro__:
+def _library(kind: type) -> str:
+    """Return the library whose tensors a type is of; empty if they are of none."""
+    for base in kind.__mro__:
         library = base.__module__.partition(".")[0]
-        kind = f"{library}.{base.__name__}"
-        if kind in ("torch.Tensor", "numpy.ndarray", "mlx.array"):
+        if f"{library}.{base.__name__}" in ("torch.Tensor", "numpy.ndarray", "mlx.array"):
             return library
-    raise UsageError(
-        f"{quote(name)} is {quote(type(tensor).__name__)}, and not a tensor of torch, numpy or MLX"
-    )
+    return ""
 
 
-def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Callable[[], Buffer]]:
-    """Return the spec of a tensor, and a function that returns its bytes.
+def _libraries(value: Any) -> Iterator[str]:
+    """Yield the libraries of all tensors of a state."""
+    if not isinstance(value, Mapping | list | tuple):
+        yield _library(type(value))
+        return
+    for one in value.values() if isinstance(value, Mapping) else value:
+        yield from _libraries(one)
+
+
+def _flattened(
+    state: Mapping[Any, Any], model: str, framework: str
+) -> tuple[dict[str, _Described], StepRecord]:
+    """Return the tensors of a state by key, and the record of everything else. Raises as :func:`flatten`."""
+    kinds: Mapping[type, tuple[str, Kind]] = {}
+    if framework == "torch":
+        from blobstore.models import torch_values
+
+        kinds = torch_values.KINDS
+    tensors, record = flatten(state, model, lambda one: _library(type(one)) == framework, kinds)
+    return _described(tensors), record
+
+
+def _described(tensors: Mapping[Any, Any]) -> dict[str, _Described]:
+    """Return the specs of tensors and functions that return their bytes, which may be read on other threads.
 
     Raises:
-        UsageError: the name is not a text.
-        UnsupportedSource: it cannot be stored.
+        UsageError: a name is not a text.
+        UnsupportedSource: a tensor cannot be stored.
     """
+    described = {name: _described_one(name, tensor) for name, tensor in tensors.items()}
+    if any(_library(type(one)) == "torch" for one in tensors.values()):
+        from blobstore.safetensors import torch
+
+        torch.wait_for_devices(tensors.values())
+    return described
+
+
+def _described_one(name: str, tensor: Any) -> _Described:
     if not isinstance(name, str):
         raise UsageError(f"a tensor has the name {quote(name)}, which is not a text")
     if hasattr(tensor, "mask"):  # numpy's masked arrays
         raise UnsupportedSource(f"tensor {quote(name)} has a mask, which would be lost; fill it")
+    framework = _library(type(tensor))
     try:
         if framework == "torch":
             from blobstore.safetensors import torch

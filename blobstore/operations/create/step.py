@@ -43,7 +43,22 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.store.names import NameUpdate
 
-_METADATA: Final = {"format": "pt"}
+METADATA: Final[Mapping[str, Mapping[str, str]]] = {
+    "torch": {"format": "pt"},
+    "mlx": {"format": "mlx"},
+    "numpy": {},
+}
+"""The metadata that transformers and mlx-lm write into their files, and look for."""
+
+
+class Published(NamedTuple):
+    """The manifests of a step, which have their names."""
+
+    manifests: Sequence[Manifest]
+    replaced: bool
+    """Whether the name of the step belonged to another model before."""
+    repaired: int = 0
+    """Blobs that were damaged, and replaced."""
 
 
 class _Part(NamedTuple):
@@ -54,8 +69,10 @@ class _Part(NamedTuple):
     plan: ModelPlan
 
     @classmethod
-    def of(cls, specs: Sequence[TensorSpec], files: Mapping[str, bytes]) -> _Part:
-        source = MemorySource(dict.fromkeys(specs, _unread), _METADATA, files)
+    def of(
+        cls, specs: Sequence[TensorSpec], files: Mapping[str, bytes], metadata: Mapping[str, str]
+    ) -> _Part:
+        source = MemorySource(dict.fromkeys(specs, _unread), metadata, files)
         options = ImportOptions(as_is=any(map(is_marker, specs)))
         plan = options.plan(source)
         # Bytes come from many processes and are copied. Nothing is converted, as it would be with one source.
@@ -83,6 +100,7 @@ class StepPlan:
         model: str = "",
         files: Mapping[str, bytes] | None = None,
         metrics: Mapping[str, float] | None = None,
+        framework: str = "torch",
     ) -> None:
         """Plan a step; nothing is read.
 
@@ -91,12 +109,14 @@ class StepPlan:
             model: the part of the keys that is the model, such as ``model``; empty if none is.
             files: small files of the model, by name.
             metrics: numbers that describe the step, by name.
+            framework: the library of the tensors.
 
         Raises:
             UsageError: no tensor is of the model, two tensors would have one name, or a file or metric is not valid.
             UnsupportedSource: the tensors cannot be stored.
         """
         self._model = model
+        self._metadata = METADATA[framework]
         self._metrics = {METRICS_FILE: _metrics_json(metrics)} if metrics else {}
         self.keys: dict[str, str] = {}
         """The keys of the tensors, by the names in the store."""
@@ -108,7 +128,7 @@ class StepPlan:
                     advice="rename the part of the state that has the second one",
                 )
         self._specs = [tensors[key]._replace(name=name) for name, key in self.keys.items()]
-        self.all = _Part.of(self._specs, {})
+        self.all = _Part.of(self._specs, {}, self._metadata)
         self.model: _Part | None = None
         if model:
             own = [spec for spec in self._specs if is_of_model(self.keys[spec.name], model)]
@@ -117,7 +137,8 @@ class StepPlan:
                     f"the state has no tensors under {quote(model)}, which is to be the model",
                     advice=f"its parts are {', '.join(map(quote, sorted({key.partition('.')[0] for key in tensors})))}",
                 )
-            self.model = _Part.of(own, {**(files or {}), **self._metrics})
+            files = {**(files or {}), **self._metrics}
+            self.model = _Part.of(own, files, self._metadata)
             planned = {blob.name: blob for blob in self.blobs}
             if any(planned.get(blob.name) != blob for blob in self.model.plan.blobs):
                 raise UnsupportedSource(
@@ -150,7 +171,7 @@ class StepPlan:
             UsageError: the values are too large.
         """
         files = {RECORD_FILE: record.to_bytes(), **self._metrics}
-        source = MemorySource(dict.fromkeys(self._specs, _unread), _METADATA, files)
+        source = MemorySource(dict.fromkeys(self._specs, _unread), self._metadata, files)
         parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
         return [part.manifest(added, blobs) for part in parts]
 
@@ -161,7 +182,7 @@ class StepPlan:
         ingest: Ingest,
         added: Mapping[str, Ingested],
         record: StepRecord,
-    ) -> None:
+    ) -> Published:
         """Give the step its names in a store, all or none. Raises as :meth:`manifests` and :func:`create`.
 
         ``updates`` are those of :meth:`names`; the other arguments are those of :meth:`manifests`.
@@ -172,7 +193,8 @@ class StepPlan:
             for update, manifest in zip(updates, manifests, strict=True)
         ]
         publish_blobs(store, ingest, [model.data for model in new])
-        store.names.install(new, ingest=ingest, is_brought=False)
+        former = store.names.install(new, ingest=ingest, is_brought=False)
+        return Published(manifests, former[-1] is not None, len(ingest.repaired))
 
 
 def _metrics_json(metrics: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ RECORD = StepRecord(
     model="model",
     tensors={"model.w": ("model", "w"), "optimizer.0": ("optimizer", 0)},
     values={"step": (("step",), 7)},
+    containers={(): {"$OrderedDict": [["optimizer", None]]}, ("optimizer", 0): {}},
 )
 
 
@@ -37,6 +38,9 @@ def test_tensors_of_the_model_have_the_names_of_the_model() -> None:
         ({"tensors": {"a": []}}, "not the record"),
         ({"values": {"a": {"path": ["a"]}}}, "not the record"),
         ({"values": {"a": 1}}, "not the record"),
+        ({"containers": [1]}, "not the record"),
+        ({"containers": {"path": []}}, "not the record"),
+        ({"containers": [{"path": [None], "value": {}}]}, "not the record"),
     ],
     ids=str,
 )

@@ -1,0 +1,138 @@
+"""``load``: the state of a training program, from a step of a store."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged, ModelNotFound, NotFound
+from blobstore.manifests.nested_state import join
+from blobstore.manifests.reference import Reference
+from blobstore.manifests.step_record import RECORD_FILE, StepRecord, state_of, stored_name
+from blobstore.models.source_layers import read_source_record
+from blobstore.objects.address import is_address
+from blobstore.operations.open import open_model
+from blobstore.safetensors.header import PREFIX_SIZE, parse_header
+from blobstore.store.catalog import read_catalog
+from blobstore.store.local import LocalStore, StoreLike
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from blobstore.manifests.plain_values import Kind
+    from blobstore.models.model import Model
+    from blobstore.operations.open import Framework, Verify
+
+_FRAMEWORKS: Mapping[str | None, Framework] = {"pt": "torch", "mlx": "mlx"}
+"""By the format that the metadata of a file name."""
+
+
+def load(
+    reference: str | Reference,
+    *,
+    store: StoreLike = None,
+    framework: Framework | None = None,
+    device: str = "cpu",
+    verify: Verify = "size",
+) -> Any:
+    """Return the state that :func:`save` or a ``StoreWriter`` has saved; nothing is unpickled.
+
+    Args:
+        reference: the name of the step, or one that was copied from it, such as ``run:best``. Of any other model,
+            the tensors are returned by name.
+        store: the store or its folder, or the address of one in object storage, such as ``s3://bucket/prefix``;
+            by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        framework: the type of the tensors, as for :func:`open`; by default the one that they were saved from.
+        device: the device of torch tensors.
+        verify: how closely to check the blobs first, as for :func:`open`.
+
+    Returns:
+        the same dicts, lists, tuples, numbers and other values, with tensors as :func:`open` returns them.
+
+    Raises:
+        ModelNotFound: there is no such step.
+        BlobDamaged, BlobMissing, InvalidManifest: it is incomplete or damaged.
+        MissingLibrary: the framework is not installed.
+        NotTrusted, InvalidPolicy, UsageError: as :func:`open`.
+    """
+    if framework is None:
+        with open_step(reference, store, framework="numpy", verify="none") as model:
+            framework = _framework_of(model)
+    with open_step(reference, store, framework=framework, device=device, verify=verify) as model:
+        record = record_of(model)
+        found = model.state_dict()
+    kinds: Mapping[type, tuple[str, Kind]] = {}
+    if model.framework == "torch":
+        from blobstore.models import torch_values
+
+        kinds = torch_values.KINDS
+    tensors = {key: found[stored_name(key, record.model)] for key in record.tensors}
+    return join(record, tensors, kinds)
+
+
+def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> Model[Any]:
+    """Open the name that has all of a step, or else the name that is given.
+
+    Args:
+        reference: the name of the step.
+        store: the store, or the address of one in object storage.
+        options: the other options of :func:`open_model`.
+
+    Raises:
+        ModelNotFound: there is no such step. Otherwise as :func:`open_model`.
+    """
+    reference = Reference.of(reference)
+    prefix = ""
+    if is_address(store):
+        prefix, options["cache"] = f"{str(store).rstrip('/')}/", "none"
+    else:
+        options["store"] = store
+    for name in (*_states(reference, store), reference):
+        with contextlib.suppress(NotFound):
+            model: Model[Any] = open_model(f"{prefix}{name}", **options)
+            return model
+    raise ModelNotFound(
+        f"there is no step {quote(reference)}",
+        advice="choose one of those that 'blobstore list' shows",
+    )
+
+
+def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
+    """Yield the names that may have all of the step; those of the model that an alias is of, too."""
+    yield state_of(reference)
+    if is_address(store):
+        return
+    entries = list(read_catalog(LocalStore.of(store)).of_repositories([reference]))
+    digest = next((one.digest for one in entries if one.reference == reference), None)
+    for entry in entries:
+        if digest is not None and entry.digest == digest:
+            yield state_of(entry.reference)
+
+
+def record_of(model: Model[Any], part: str = "") -> StepRecord:
+    """Return the record of a step, or for any other model one in which its tensors are a part of the state.
+
+    Raises:
+        BlobDamaged: the record is malformed, or of other tensors.
+    """
+    if RECORD_FILE not in model.files:
+        keys = [f"{part}.{name}" if part else name for name in model.specs]
+        paths = {key: ((part, key.removeprefix(f"{part}.")) if part else (key,)) for key in keys}
+        return StepRecord(model=part, tensors=paths, values={})
+    record = StepRecord.from_bytes(model.read_file(RECORD_FILE))
+    names = {stored_name(key, record.model) for key in record.tensors}
+    if names != set(model.specs):
+        other = min(names ^ set(model.specs))
+        raise BlobDamaged(f"{model.reference}: {RECORD_FILE} does not fit tensor {quote(other)}")
+    return record
+
+
+def _framework_of(model: Model) -> Framework:
+    """Return the framework that a model was saved from."""
+    record = read_source_record(model.store, model.manifest)
+    for file in record.files if record is not None else ():
+        if file.format == "safetensors":
+            metadata = parse_header(file.start[PREFIX_SIZE:], file.size).metadata
+            return _FRAMEWORKS.get(metadata.get("format"), "numpy")
+    return "numpy"

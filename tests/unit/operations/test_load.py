@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+import blobstore
+from blobstore.errors import ModelNotFound, UnsupportedSource, UsageError
+from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
+from blobstore.store.local import LocalStore
+
+distributed = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+CONFIG = {"config.json": {"model_type": "toy"}}
+
+
+def plain() -> dict[str, Any]:
+    """Return a state that torch's own planner takes apart without loss."""
+    return {
+        "model": {"layer.weight": torch.arange(6.0).reshape(2, 3).t(), "tied": torch.ones(2)},
+        "optimizer": {
+            "state": {"layer.weight": {"step": torch.tensor(3.0)}},
+            "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}, {"names": ["a"], "lr": float("inf")}],
+        },
+        "random": torch.get_rng_state(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - what programs keep
+        "python": random.getstate(),
+        "step": 3,
+        "dtype": torch.bfloat16,
+        "nothing": None,
+    }
+
+
+def rich() -> dict[str, Any]:
+    """Return a state with containers that torch's own planner does not know."""
+    return {
+        "model": OrderedDict(b=torch.ones(2), a=torch.zeros(1, dtype=torch.bfloat16)),
+        "optimizer": {"state": {1: {"m": torch.ones(3)}, 0: {"m": torch.zeros(3)}}},
+        "milestones": Counter({30: 1, 80: 2}),
+        "pair": (torch.tensor(1), [{}, (2, {"deep": torch.tensor([1j]).conj()})]),
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "$sign": {"$tuple": 1},
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor | np.ndarray):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert bool((found == expected).all())
+        return
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        if not type(expected) is dict:  # noqa: E714
+            assert list(found) == list(expected)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("model", ["", "model"])
+@pytest.mark.parametrize("state", [plain, rich])
+def test_a_state_comes_back(store: LocalStore, state: Any, model: str, *, background: bool) -> None:
+    options: Any = {"model": model, "store": store, "background": background}
+    saved: Any = blobstore.save(state(), "run:1", **options)
+    saved = saved.result() if background else saved
+    assert_same(blobstore.load("run:1", store=store), state())
+    assert blobstore.open("run:1", store=store).digest == saved.digest
+    assert not saved.replaced
+
+
+@distributed
+@pytest.mark.parametrize("model", ["", "model"])
+def test_a_state_is_saved_as_a_writer_does(store: LocalStore, tmp_path: Path, model: str) -> None:
+    options: dict[str, Any] = {"model": model, "metrics": {"loss": 0.5}}
+    options |= {"files": CONFIG} if model else {}
+    blobstore.save(plain(), "run:1", store=store, **options)
+    writer = StoreWriter(tmp_path, **options)
+    save_distributed(plain(), checkpoint_id="run:1", storage_writer=writer)
+    names = ["run:1", "run:1.state"] if model else ["run:1"]
+    assert [str(name) for name in store.references()] == names
+    for name in names:
+        assert store.read_manifest(name) == LocalStore(tmp_path).read_manifest(name)
+    assert_same(blobstore.load("run:1", store=tmp_path), plain())
+
+
+@distributed
+def test_torch_loads_the_tensors_of_any_state(store: LocalStore) -> None:
+    blobstore.save(rich(), "run:1", model="model", store=store)
+    target = {"optimizer": {"state": {0: {"m": torch.ones(3)}, 1: {"m": torch.zeros(3)}}}}
+    load_distributed(target, checkpoint_id="run:1", storage_reader=StoreReader(store))
+    assert_same(target["optimizer"], rich()["optimizer"])
+
+
+def test_the_model_is_the_one_of_its_tensors(store: LocalStore, tmp_path: Path) -> None:
+    saved = blobstore.save(plain(), "run:1", model="model", files=CONFIG, store=store)
+    alone = blobstore.save(plain()["model"], "run:1", files=CONFIG, store=tmp_path)
+    assert saved.digest == alone.digest
+    again = blobstore.save(plain(), "run:2", model="model", store=store)
+    assert (saved.bytes_present, again.bytes_written) == (0, 0)
+    assert again.bytes_present == saved.bytes_written
+
+
+def test_an_alias_and_object_storage_have_the_state(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.save(plain(), "run:1", model="model", store=store)
+    blobstore.copy("run:1", "run:best", store=store)
+    assert_same(blobstore.load("run:best", store=store), plain())
+    pytest.importorskip("obstore")
+    (tmp_path / "bucket").mkdir()
+    bucket = f"file://{tmp_path}/bucket"
+    for replaced in (False, True):
+        state = plain() | {"model": {"w": torch.tensor(int(replaced))}}
+        assert blobstore.save(state, "run:1", model="model", store=bucket).replaced == replaced
+        assert_same(blobstore.load("run:1", store=bucket), state)
+
+
+def test_any_model_is_a_state_of_its_tensors(store: LocalStore) -> None:
+    blobstore.save({"w": torch.ones(2)}, "m", store=store)
+    assert_same(blobstore.load("m", store=store), {"w": torch.ones(2)})
+    assert_same(blobstore.load("m", store=store, framework="numpy"), {"w": np.ones(2, np.float32)})
+    with pytest.raises(ModelNotFound, match="there is no step 'run:7'"):
+        blobstore.load("run:7", store=store)
+
+
+def test_arrays_are_tensors_if_there_are_no_others(store: LocalStore) -> None:
+    state = {"model": {"w": np.arange(3)}, "step": 3}
+    blobstore.save(state, "run:1", model="model", store=store)
+    assert blobstore.open("run:1", store=store)["w"].tolist() == [0, 1, 2]
+    assert_same(blobstore.load("run:1", store=store), state)
+
+
+def test_arrays_of_mlx_come_back(store: LocalStore) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    blobstore.save({"w": mx.ones(2), "step": (3, np.ones(1))}, "run:1", store=store)
+    found = blobstore.load("run:1", store=store)
+    assert type(found["w"]) is mx.array
+    assert_same(found["step"], (3, np.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"w": torch.ones(1), "x": object()}, UnsupportedSource, "the value 'x' is a builtins.obj"),
+        ({"w": torch.ones(1), "x": {(1, 2): [set]}}, UnsupportedSource, r"'x\.\(1, 2\)\[0\]' is a"),
+        ({"a.b": torch.ones(1), "a": {"b": 1}}, UsageError, "would have the key 'a.b'"),
+        ({"x": {1: torch.ones(1), "1": 2}}, UsageError, "would have the key 'x.1'"),
+        ({"x": 1}, UsageError, "there are no tensors"),
+    ],
+)
+def test_refuses_a_state_that_would_not_come_back(
+    store: LocalStore, state: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        blobstore.save(state, "run:1", store=store)
+    assert not list(store.references())
+
+
+class Training:
+    """A small training with all that a program saves."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=8)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"])
+
+    def step(self) -> float:
+        inputs = torch.randn(16, 4)
+        loss = (self.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(loss.detach())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_resumed_training_has_the_same_losses(store: LocalStore, *, background: bool) -> None:
+    training = Training()
+    losses = []
+    for step in range(8):
+        options: Any = {"model": "model", "store": store, "background": background}
+        saved: Any = blobstore.save(training.state(), f"run:{step}", **options)
+        losses.append(training.step())
+    if background:
+        saved.result()
+    assert len(set(losses)) == 8
+    for first in (0, 3):
+        resumed = Training()
+        resumed.resume(blobstore.load(f"run:{first}", store=store))
+        assert [resumed.step() for _ in range(first, 8)] == losses[first:]
