@@ -23,7 +23,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve import blob_reader
 from blobstore.serve.blob_reader import BlobReader, OpenBlob
-from blobstore.serve.body import WINDOW, WRITTEN, BodySender
+from blobstore.serve.body import WINDOW, WRITTEN, BodySender, _sendfile
 from blobstore.serve.messages import BlobPart
 from blobstore.store.local import LocalStore
 from tests.support.descriptors import open_files
@@ -312,6 +312,30 @@ def test_others_are_served_between_the_small_ranges_of_a_file(
 
     asyncio.run(run())
     assert len(turns) >= len(data)
+
+
+def test_the_loop_goes_on_while_a_client_does_not_take_the_head(tmp_path: Path) -> None:
+    head, body = bytes(8 << 20), b"body"
+    file = tmp_path / "file"
+    file.write_bytes(body)
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs, file.open("rb") as opened:
+            theirs.setblocking(False)
+            transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+            transport.write(head)
+            assert transport.get_write_buffer_size()
+            sending = asyncio.create_task(_sendfile(transport, opened.fileno(), 0, len(body)))
+            got = b""
+            while len(got) < len(head) + len(body):
+                got += await loop.sock_recv(theirs, 1 << 20)
+            assert await sending
+            transport.close()
+            return got
+
+    assert asyncio.run(run()) == head + body
 
 
 def test_a_long_part_is_written_in_pieces(store: LocalStore) -> None:

@@ -147,6 +147,27 @@ def test_clients_that_take_nothing_are_let_go_for_the_next(
     asyncio.run(run())
 
 
+def test_only_those_with_the_piece_that_was_not_taken_for_the_longest_time_are_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoded_pieces, "_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(decoded_pieces, "_DECODED", 2)
+
+    async def run() -> None:
+        pieces, decode = DecodedPieces(), Decoder()
+        decode.may.set()
+        async with asyncio.TaskGroup() as group:
+            first, second, other = (Client(group) for _ in range(3))
+            for client, key in ((first, "a"), (second, "b"), (other, "c")):
+                client.ask(pieces, key, decode)
+                await asyncio.wait_for(client.has_piece.wait(), SECONDS)
+            assert (first.is_aborted, second.is_aborted) == (True, False)
+            second.ended.set()
+            other.ended.set()
+
+    asyncio.run(run())
+
+
 def test_a_client_whose_piece_is_not_ready_is_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoded_pieces, "_GRACE_SECONDS", 0)
 
