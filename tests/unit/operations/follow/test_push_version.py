@@ -142,7 +142,8 @@ def test_versions_of_a_trainer_go_on_if_the_newest_is_named(publisher: Publisher
         publisher.push()
     with pytest.raises(UsageError, match="not version 1"):
         publisher.push(base="base")
-    assert publisher.push(base="newest").version == 2
+    pushed = publisher.push(base="newest")
+    assert (pushed.version, pushed.is_full) == (2, False)
     publisher.check(2)
     publisher.step()
     with pytest.raises(UsageError, match="not version 2"):
@@ -154,6 +155,19 @@ def test_another_architecture_needs_a_new_folder(publisher: Publisher) -> None:
     blobstore.save({"x": np.zeros(3, np.float32)}, "policy", store=publisher.store)
     with pytest.raises(UnsupportedSource, match="begin a new folder"):
         publisher.push()
+
+
+def test_progress_ends_with_all_bytes(publisher: Publisher) -> None:
+    publisher.push()
+    publisher.step()
+    done: list[tuple[int, int]] = []
+    push_version(
+        "policy",
+        publisher.folder,
+        store=publisher.store,
+        progress=lambda _, *bytes_done: done.append(bytes_done),
+    )
+    assert 0 < done[0][0] <= done[-1][0] == done[-1][1]
 
 
 def test_damage_is_not_published(publisher: Publisher) -> None:
