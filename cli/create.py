@@ -101,6 +101,11 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     help="Leave downloaded files of the Hub in its cache. By default, only the store has them.",
 )
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
+@click.option(
+    "--state",
+    is_flag=True,
+    help="Import the optimizer and all other state of a training, too, as NAME.state.",
+)
 @options.shared("jobs", "wait")
 @click.option(
     "--dry-run",
@@ -127,6 +132,7 @@ def command(
     sha256: str | None,
     keep_hub_cache: bool,
     paranoid: bool,
+    state: bool,
     jobs: int | None,
     **source_options: Any,
 ) -> None:
@@ -162,6 +168,7 @@ def command(
         "decode": decode,
         "as_is": as_is,
         "paranoid": paranoid,
+        "state": state,
         "jobs": jobs,
     }
     if is_all:

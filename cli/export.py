@@ -45,11 +45,11 @@ _FIELDS = "folder files tensors shards bytes_written original=is_original second
     "--layout",
     "--as",
     "layout",
-    type=click.Choice(["folder", "ollama", "dcp"]),
+    type=click.Choice(["folder", "ollama", "dcp", "trainer"]),
     default="folder",
     show_default=True,
     help="A new folder of files; a folder of Ollama's models, to which a model of Ollama's is added; "
-    "or a new folder of torch.distributed.checkpoint.",
+    "or a new folder of torch.distributed.checkpoint, or of the Trainer with its state.",
 )
 @click.option(
     "--force",
@@ -108,10 +108,10 @@ def command(
 
 
 def _writer_of(layout: str) -> Callable[..., Exported]:
-    if layout == "dcp":
-        from blobstore.integrations.torch_checkpoint import export_checkpoint
+    if layout in ("dcp", "trainer"):
+        from blobstore.integrations.torch_checkpoint import export_checkpoint, export_trainer
 
-        return export_checkpoint
+        return export_checkpoint if layout == "dcp" else export_trainer
     from blobstore.operations.export.ollama import export_to_ollama
 
     return export_to_ollama

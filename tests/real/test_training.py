@@ -10,6 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import blobstore
+from blobstore.integrations.torch_checkpoint import export_trainer
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.unit.cli.running import run, run_json
@@ -22,6 +24,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that the Trainer writes, with a checkpoint after each step."""
     pytest.importorskip("accelerate", reason="it is in the test group")
     folder = tmp_path_factory.mktemp("training") / "out"
+    trainer(folder).train()
+    return folder
+
+
+def trainer(folder: Path) -> transformers.Trainer:
+    """Return a Trainer, which saves each of its steps."""
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -36,12 +44,27 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"input_ids": torch.arange(start, start + 8), "labels": torch.arange(start, start + 8)}
         for start in range(STEPS)
     ]
-    transformers.Trainer(make("llama"), arguments, train_dataset=rows).train()
-    return folder
+    return transformers.Trainer(make("llama"), arguments, train_dataset=rows)
 
 
 def tags(store: LocalStore) -> list[str]:
     return sorted(reference.tag for reference in store.references())
+
+
+def test_a_training_goes_on_from_the_exported_state_as_if_undisturbed(
+    out: Path, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(out / "checkpoint-2", "run:2", store=store, state=True)
+    export_trainer("run:2", tmp_path / "checkpoint-2", store=store)
+    trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    last = f"checkpoint-{STEPS}"
+    found, expected = (
+        load_file(folder / last / "model.safetensors") for folder in (tmp_path / "again", out)
+    )
+    assert found.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+    assert not (tmp_path / "again" / "checkpoint-2").exists()
 
 
 def test_steps_become_tags_and_the_best_one_a_folder_that_transformers_loads(

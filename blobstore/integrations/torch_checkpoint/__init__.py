@@ -9,8 +9,8 @@ from __future__ import annotations
 from blobstore.core.libraries import optional_libraries
 
 with optional_libraries():
-    from blobstore.integrations.torch_checkpoint.export import export_checkpoint
+    from blobstore.integrations.torch_checkpoint.export import export_checkpoint, export_trainer
     from blobstore.integrations.torch_checkpoint.reader import StoreReader
     from blobstore.integrations.torch_checkpoint.writer import StoreWriter
 
-__all__ = ["StoreReader", "StoreWriter", "export_checkpoint"]
+__all__ = ["StoreReader", "StoreWriter", "export_checkpoint", "export_trainer"]

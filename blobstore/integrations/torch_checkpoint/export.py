@@ -1,35 +1,34 @@
-"""Writes a step as a folder of ``torch.distributed.checkpoint``, which programs without this package load."""
+"""Writes steps as folders that programs without this package load: torch's own, and those of the Trainer."""
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged
-from blobstore.folders.writer import atomic_folder, resolve_target, write_new
-from blobstore.manifests.plain_values import decode
+from blobstore.core.globs import any_glob_matches
+from blobstore.core.progress import Meter
+from blobstore.errors import UsageError
+from blobstore.folders.writer import atomic_folder, resolve_target
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import RECORD_FILE, stored_name
-from blobstore.models.torch_values import KINDS
-from blobstore.operations.export.export import Exported
-from blobstore.operations.load import record_of
+from blobstore.manifests.step_record import step_of
+from blobstore.operations.export.export import Exported, export_model
+from blobstore.operations.load import load
 from blobstore.operations.open import open_model
-from blobstore.safetensors.torch import empty_tensor
+from blobstore.sources.training import TRAINER_STATE
 
 if TYPE_CHECKING:
-    import os
+    from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
     from blobstore.core.progress import Progress
-    from blobstore.manifests.step_record import StepRecord
-    from blobstore.models.model import Model
     from blobstore.store.local import StoreLike
 
 
@@ -41,93 +40,99 @@ def export_checkpoint(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a step, or any other model, as a folder of ``torch.distributed.checkpoint``.
+    """Write all of a step, or any other model, as a folder of ``torch.distributed.checkpoint``.
 
-    Its ``load`` reads the folder with ``FileSystemReader``, on any number of ranks. The digests of all blobs are
-    checked first. One tensor at a time is in memory.
+    Its ``load`` reads the folder with ``FileSystemReader``, on any number of ranks. Blobs are mapped, so that
+    memory is needed only for the tensors of frozen ones. The digests of all are checked first.
 
     Args:
-        reference: the name; that of all of a step ends in ``.state``.
+        reference: the name of the step, or of its state.
         folder: the folder to create; it may exist if it is empty.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: replace a folder that has only files of the same names, or weights.
         progress: called with a tensor, bytes done and total bytes.
 
     Raises:
-        ModelNotFound: the store has no model of this name.
-        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
+        ModelNotFound: the store has no such step.
+        BlobMissing, BlobDamaged, InvalidManifest: it is damaged.
         BlobstoreError: the folder exists or cannot be written.
     """
     started = time.monotonic()
-    reference = Reference.of(reference)
     target = resolve_target(folder, force=force)
-    with (
-        open_model(reference, store=store, framework="torch", verify="none", read="pread") as model,
-        atomic_folder(target, force=force) as new,
-    ):
-        model.check("digest")
-        record = record_of(model)
-        planner = _Planner(model, record, progress)
-        planner.set_up_planner(planner.described(), is_coordinator=True)
-        # What save does on one rank, whose errors would hide ours.
-        writer = FileSystemWriter(new)
-        writer.set_up_storage_writer(is_coordinator=True)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([plan])
-        (plan,) = writer.prepare_global_plan(plans)
-        results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        paths = dict(record.tensors) | {key: path for key, (path, _) in record.values.items()}
-        writer.finish(replace(metadata, planner_data=paths), [results])
-        for name in model.files:
-            if name != RECORD_FILE:
-                write_new(new / name, model.read_file(name))
-        files = [path for path in new.rglob("*") if path.is_file()]
-        return Exported(
-            folder=target,
-            files=len(files),
-            tensors=len(record.tensors),
-            shards=1,
-            is_original=False,
-            bytes_written=sum(path.stat().st_size for path in files),
-            seconds=time.monotonic() - started,
-        )
+    with open_model(Reference.of(reference), store=store, verify="none") as model:
+        planner = _Planner(Meter(progress, model.nbytes))
+    state = load(reference, store=store, framework="torch", verify="digest")
+    with atomic_folder(target, force=force) as new:
+        try:
+            save(state, storage_writer=FileSystemWriter(new), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
+        return _exported(target, new, started, planner.tensors)
+
+
+def export_trainer(
+    reference: str | Reference,
+    folder: str | os.PathLike[str],
+    *,
+    store: StoreLike = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a step as a folder of the Trainer of transformers, for ``resume_from_checkpoint``.
+
+    Args:
+        reference: the name of a step that was imported with ``create(…, state=True)``, or of its state.
+        folder: as for :func:`export_checkpoint`, as the other arguments.
+        store: as there.
+        force: as there.
+        progress: called for the model.
+
+    Raises:
+        UsageError: the step has no state of the Trainer. Otherwise as :func:`export_checkpoint`.
+    """
+    started = time.monotonic()
+    target = resolve_target(folder, force=force)
+    state = load(reference, store=store, framework="torch", verify="digest")
+    found = {f"{part}.pth" if part[:3] == "rng" else f"{part}.pt": state[part] for part in state}
+    parts = [name for name in found if any_glob_matches(name, TRAINER_STATE)]
+    if not parts:
+        raise UsageError(f"{reference} has no optimizer and no other part of the Trainer's state")
+    with atomic_folder(target, force=force) as new:
+        step = step_of(Reference.of(reference))
+        exported = export_model(step, new, store=store, progress=progress)
+        for name in parts:
+            with (new / name).open("xb") as file:
+                torch.save(found[name], file)
+                file.flush()
+                os.fsync(file.fileno())
+        return _exported(target, new, started, exported.tensors)
+
+
+def _exported(target: Path, new: Path, started: float, tensors: int) -> Exported:
+    files = [path for path in new.rglob("*") if path.is_file()]
+    return Exported(
+        folder=target,
+        files=len(files),
+        tensors=tensors,
+        shards=sum(path.suffix in (".distcp", ".safetensors") for path in files),
+        is_original=False,
+        bytes_written=sum(path.stat().st_size for path in files),
+        seconds=time.monotonic() - started,
+    )
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans the tensors of a model by their specs, and reads each when it is written."""
+    """Reports the tensors that are written, and counts them."""
 
-    def __init__(
-        self, model: Model[torch.Tensor], record: StepRecord, progress: Progress | None
-    ) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._model, self._record, self._progress = model, record, progress
-        self._done = 0
-        self._last = torch.empty(0)
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+        self.tensors = 0
 
-    def described(self) -> dict[str, Any]:
-        """Return the state by its keys, with tensors that have no data."""
-        state: dict[str, Any] = {
-            key: empty_tensor(self._model.specs[self._name(key)], torch.device("meta"))
-            for key in self._record.tensors
-        }
-        for key, (_, value) in self._record.values.items():
-            try:
-                state[key] = decode(value, KINDS)
-            except ValueError as error:
-                raise BlobDamaged(f"value {quote(key)}: {error}") from None
-        return state
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a value, or a tensor that is valid until the next one."""
-        if index.fqn not in self._record.tensors:
-            return super().lookup_object(index)
-        name = self._name(index.fqn)
-        self._last.untyped_storage().resize_(0)  # torch keeps all that it has written
-        self._last = self._model.get_slice(name)[()].clone()
-        self._done += self._last.nbytes
-        if self._progress is not None:
-            self._progress(name, self._done, self._model.nbytes)
-        return self._last
-
-    def _name(self, key: str) -> str:
-        return stored_name(key, self._record.model)
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return a tensor, or the bytes of a value."""
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            self._meter.add(data.nbytes, write_item.index.fqn)
+            self.tensors += 1
+        return data

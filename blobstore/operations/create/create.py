@@ -104,6 +104,7 @@ class CreateOptions(TypedDict, total=False):
     decode: bool
     as_is: bool
     paranoid: bool
+    state: bool
     jobs: int | None
     executor: Executor | None
 
@@ -141,6 +142,7 @@ def create(
     decode: bool = False,
     as_is: bool = False,
     paranoid: bool = False,
+    state: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
     dry_run: bool = False,
@@ -166,6 +168,8 @@ def create(
         as_is: keep all tensors as published. That is the default for quantized sources that are not
             understood.
         paranoid: hash all blobs that exist already, also those that were hashed since they last changed.
+        state: import all of a training's state, too, as another model whose name ends in ``.state``. See
+            docs/guides/train.md.
         jobs: number of threads; by default one per processor.
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
             ``Client.get_executor()`` of Dask. It stays open. Its workers open the source and the
@@ -189,6 +193,8 @@ def create(
     check_type("source_options", source_options, SourceOptions)
     implied = None
     if reference is None:
+        if state:
+            raise UsageError("a state needs a name")
         implied = source_name(source, source_options)
         reference = NameUpdate(implied, ABSENT)
     elif not isinstance(reference, NameUpdate):
@@ -200,20 +206,21 @@ def create(
     store.names.check_name(update.reference)
     source, source_options = with_quantization(os.fspath(source), source_options)
     options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
+    read, import_opened = importer(source, options.source, state=state)
     with (
         _advising(source, implied),
         Downloads(
             store, is_quantized=options.quantize.quant_type is not None, progress=progress
         ) as downloads,
-        opened_with(
-            downloads, source, options.source, sha256, progress, in_cache=keep_hub_cache
-        ) as opened,
+        opened_with(downloads, source, read, sha256, progress, in_cache=keep_hub_cache) as opened,
     ):
         if dry_run:
+            if state:
+                raise UsageError("a dry run plans the model; leave out the state")
             for _ in file_layers(opened):  # each file is opened, and may be something else
                 pass
             return options.plan(opened)
-        return import_source(
+        return import_opened(
             opened,
             update,
             store,
@@ -224,6 +231,18 @@ def create(
             executor=executor,
             progress=progress,
         )
+
+
+def importer(
+    source: str | os.PathLike[str], read: SourceOptions, *, state: bool
+) -> tuple[SourceOptions, Callable[..., Created]]:
+    """Return the options to open a source with, and the function that imports it then."""
+    if not state:
+        return read, import_source
+    # The readers of checkpoints take a while to import.
+    from blobstore.operations.create.training import import_state, without_state
+
+    return without_state(read), functools.partial(import_state, source)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.gguf.roles import has_quantization
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.operations.create.create import CreateOptions, import_source, opened_with
+from blobstore.operations.create.create import CreateOptions, importer, opened_with
 from blobstore.operations.create.ollama import SCHEME, ollama_models
 from blobstore.operations.create.source_names import (
     STEP,
@@ -218,13 +218,14 @@ def _create(
     update = store.names.seen(reference)
     store.names.check_name(reference)
     sha256, in_cache = options.get("sha256"), options.get("keep_hub_cache", False)
+    read, import_opened = importer(source, read, state=options.get("state", False))
     with (
         advising_download(),
         opened_with(
             downloads, os.fspath(source), read, sha256, progress, in_cache=in_cache
         ) as opened,
     ):
-        return import_source(
+        return import_opened(
             opened,
             update,
             store,

@@ -72,8 +72,12 @@ class StepSave:
         started: float,
         jobs: int | None,
         progress: Progress | None,
+        check: Callable[[], object] = lambda: None,
     ) -> Created:
-        """Write the step to a store, or to one in object storage. Raises as :func:`save`."""
+        """Write the step to a store, or to one in object storage. Raises as :func:`save`.
+
+        ``check`` is called before the step gets its names.
+        """
         place = open_place(store)
         convert = Converter(self.source.read).convert
         pool = WorkerPool(jobs, progress, sum(blob.size for blob in self.plan.blobs))
@@ -84,6 +88,7 @@ class StepSave:
                 return step.blobs.add(blob.size, buffers)
 
             items = pool.run(self.plan.blobs, add)
+            check()
             names = [blob.name for blob in self.plan.blobs]
             published = step.publish(dict(zip(names, items, strict=True)), self.record)
         return Created(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ from blobstore.sources.distributed.tiling import check_tiling
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.parts import DATA_FILE
 from blobstore.sources.pytorch.state_dict import (
+    EVERYTHING,
     Subtree,
     Tree,
     find_state_dict,
@@ -89,6 +91,8 @@ class TorchFolder(AssembledFolder):
         self._inner = inner
         self.unreadable: dict[str, str] = {}
         """Tensors of an unsupported kind, with the reason."""
+        self.contents: Mapping[str, Any] = {}
+        """The values besides tensors by name, as the unpickler has them."""
         self._check_finished()
         name = joined(inner, METADATA_FILE)
         path = self._tree.path(name)
@@ -118,6 +122,16 @@ class TorchFolder(AssembledFolder):
                 "import all of it with --subtree ."
             )
         self._add_values()
+
+    def everything(self) -> TorchFolder:
+        """Open all of the checkpoint. Raises as the constructor."""
+        options = replace(self._options, subtree=EVERYTHING)
+        return TorchFolder(self._tree.root, self._inner, options)
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys that lead to a tensor or value of the checkpoint."""
+        path = self._stored.paths.get(name, (name,))
+        return tuple(key if isinstance(key, str) else int(str(key)) for key in path)
 
     def _check_finished(self) -> None:
         """Check that there is a ``.metadata``, which torch writes when all data are."""
@@ -228,6 +242,7 @@ class TorchFolder(AssembledFolder):
                     values[name] = read_value(descriptor, stored)
             except (DamagedSource, UnsupportedSource):
                 left -= _FAILURE_COST
+        self.contents = values
         kept, notices = plain_values(values)
         if skipped := [quote(name) for name in self._stored.values if name not in values]:
             notices.append(

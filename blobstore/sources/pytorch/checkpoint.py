@@ -35,7 +35,7 @@ from blobstore.sources.pytorch.state_dict import (
 )
 from blobstore.sources.pytorch.storages import StorageReader
 from blobstore.sources.pytorch.tensors import TensorReader, UnreadableTensor
-from blobstore.sources.pytorch.values import plain_values
+from blobstore.sources.pytorch.values import PlainValues, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +64,8 @@ class Checkpoint:
 
     The file stays open until :meth:`close`; views stay valid after that.
     """
+
+    _may_be_empty = False
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class Checkpoint:
         reader = TensorReader(
             container.result.persistents, container.locate, is_swapped=container.is_swapped
         )
-        self.values, notices = plain_values(container.result.value)
+        self.values, notices = self._values_of(container.result.value)
         self.notices = [*choice.notices, *notices, *container.notices()]
         self._is_swapped = container.is_swapped
         self._reader = StorageReader(self._descriptor)
@@ -248,11 +250,15 @@ class Checkpoint:
                 raise CheckpointUnsupported(
                     f"the name {quote(name)} of a tensor is not Unicode"
                 ) from None
-        if not found and not self.unreadable:
+        if not found and not self.unreadable and not self._may_be_empty:
             raise CheckpointUnsupported("the checkpoint has no tensors")
         found.sort(key=attrgetter("offset"))
         self._tensors = {tensor.spec.name: tensor for tensor in found}
         self._check_growth()
+
+    def _values_of(self, value: Any) -> PlainValues:
+        """Return what is kept of the values, and notices."""
+        return plain_values(value)
 
     def _check_growth(self) -> None:
         limit = self._size * _MAX_GROWTH + _SPARE_SIZE

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
@@ -11,21 +13,26 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError
-from blobstore.integrations.torch_checkpoint import StoreWriter, export_checkpoint
+from blobstore.integrations.torch_checkpoint import (
+    StoreWriter,
+    export_checkpoint,
+    export_trainer,
+)
 from blobstore.manifests import media_types
 from blobstore.store.local import LocalStore
+from tests.support.trainer_folders import FILES, assert_same, train, write_trainer_folder
 from tests.unit.cli.running import run, run_json
 from tests.unit.integrations.torch_checkpoint.test_writer import assert_equal, emptied, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-FILES = {"config.json": {"model_type": "toy"}}
+CONFIG = {"config.json": {"model_type": "toy"}}
 
 
 @pytest.fixture
 def step(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """Return a store with a step that has a model, moments and other values."""
     monkeypatch.setenv("BLOBSTORE_HOME", str(store.root))
-    writer = StoreWriter(store, model="model", files=FILES)
+    writer = StoreWriter(store, model="model", files=CONFIG)
     save(state(), checkpoint_id="run:1", storage_writer=writer)
     return store
 
@@ -63,17 +70,12 @@ def test_an_import_of_the_folder_has_the_blobs_of_the_step(
     assert tensors("again") == tensors("run:1")
 
 
-def test_a_model_without_a_state_is_exported_with_its_files(
-    step: LocalStore, tmp_path: Path
-) -> None:
+def test_the_tensors_of_other_models_are_exported(step: LocalStore, tmp_path: Path) -> None:
+    blobstore.remove("run:1.state", store=step)
     exported = run_json("export", "run:1", tmp_path / "out", "--layout", "dcp")
     assert exported["tensors"] == len(state()["model"])
-    assert_equal(
-        dict(sorted(read(tmp_path / "out").items())), dict(sorted(state()["model"].items()))
-    )
-    assert (tmp_path / "out" / "config.json").read_bytes() == blobstore.open(
-        "run:1", store=step
-    ).read_file("config.json")
+    found, expected = read(tmp_path / "out"), state()["model"]
+    assert_equal(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_progress_ends_at_all_bytes(step: LocalStore, tmp_path: Path) -> None:
@@ -127,3 +129,52 @@ def test_a_disk_that_is_full_leaves_no_folder(
 def test_options_of_weight_files_are_refused(step: LocalStore, tmp_path: Path, option: str) -> None:
     result = run("export", "run:1", tmp_path / "out", "--as", "dcp", option, exit_code=2)
     assert "--layout dcp takes no other options" in result.stderr
+
+
+@pytest.fixture
+def trained(tmp_path: Path, store: LocalStore) -> Path:
+    """Return a folder of the Trainer, which a store has with its state."""
+    folder = write_trainer_folder(tmp_path / "checkpoint-3")
+    blobstore.create(folder, "run:3", store=store, state=True)
+    return folder
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_state_becomes_the_folder_again(
+    trained: Path, store: LocalStore, tmp_path: Path, is_frozen: bool
+) -> None:
+    if is_frozen:
+        blobstore.freeze(["run:3", "run:3.state"], store=store)
+    exported = export_trainer("run:3.state", tmp_path / "out", store=store)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in trained.iterdir()
+    }
+    for name in FILES:
+        assert_same(torch.load(tmp_path / "out" / name, weights_only=False), train(3)[name])
+    assert_same(
+        load_file(tmp_path / "out" / "model.safetensors"), dict(train(3)["model.safetensors"])
+    )
+    for name in ("config.json", "trainer_state.json", "training_args.bin"):
+        assert (tmp_path / "out" / name).read_bytes() == (trained / name).read_bytes()
+    assert exported.files == len(list((tmp_path / "out").iterdir()))
+
+
+def test_the_files_have_no_more_than_their_tensors(
+    trained: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    export_trainer("run:3.state", tmp_path / "out", store=store)
+    for name in FILES:
+        assert (tmp_path / "out" / name).stat().st_size < (trained / name).stat().st_size * 1.1
+
+
+def test_damage_leaves_no_folder(trained: Path, store: LocalStore, tmp_path: Path) -> None:
+    layers = store.resolve("run:3.state").layers_of(media_types.TENSOR)
+    layer = next(one for one in layers if one.name == "optimizer.state.0.exp_avg")
+    path = Path(store.blob_path(layer.digest))
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BlobDamaged):
+        export_trainer("run:3.state", tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,180 @@
+"""All of the state that a training program saved: its model, and its optimizer, schedulers and other values.
+
+Nothing is unpickled. A file next to the model that has more than tensors and plain values is kept as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.core.files import read_regular
+from blobstore.core.globs import any_glob_matches
+from blobstore.errors import UnsupportedSource
+from blobstore.manifests.nested_state import flatten
+from blobstore.manifests.plain_values import encode
+from blobstore.manifests.step_record import RECORD_FILE, StepRecord
+from blobstore.sources.distributed.torch_folder import TorchFolder
+from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.pytorch.checkpoint import Checkpoint
+from blobstore.sources.pytorch.state_dict import EVERYTHING
+from blobstore.sources.pytorch.training_values import KINDS, PlainParts
+from blobstore.sources.pytorch.values import VALUES_FILE, PlainValues
+from blobstore.sources.small_files import MAX_SMALL_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.base import TensorSource
+
+TRAINER_STATE: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+"""Patterns of the files that the Trainer of transformers has next to the model."""
+TRAINER_FILES: Final = (*TRAINER_STATE, "training_args.bin")
+_MODEL = "model"
+"""The part of the state that the model of a folder is."""
+_BUFFER_SIZE = 1 << 20
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a state, and how to read it."""
+
+    spec: TensorSpec
+    read: Callable[[], bytes]
+
+
+class _StateFile(Checkpoint):
+    """All of a checkpoint, which may have no tensors."""
+
+    _may_be_empty = True
+
+    def _values_of(self, value: Any) -> PlainValues:
+        self.content = value
+        return PlainValues(None, [])
+
+
+class TrainingState:
+    """The state of a training, around the source of its model, which stays open."""
+
+    def __init__(self, model: TensorSource, path: Path) -> None:
+        """Open what there is besides the model in the folder or file ``path``.
+
+        Raises:
+            UnsupportedSource: such a source has no state that is read.
+            DamagedSource, SourceError: a file is damaged, or cannot be read.
+        """
+        self._model = model
+        self._files: list[_StateFile] = []
+        self.notices = list(model.notices)
+        self.files = {
+            file.name: self._content(file.path) if file.content is None else file.content
+            for file in model.files
+            if file.name not in (VALUES_FILE, RECORD_FILE)
+        }
+        """The small files of the model, and those that are kept as they are."""
+        self.tensors: Mapping[str, SavedTensor]
+        """The tensors by key."""
+        self.record: StepRecord
+        """The keys that lead to them, and the other values."""
+        with contextlib.ExitStack() as opened:
+            self._opened = opened
+            if isinstance(model, TorchFolder):
+                self._open_distributed(model)
+            elif isinstance(model, HuggingFaceFolder):
+                self._open_files(model, path)
+            else:
+                raise UnsupportedSource(f"{quote(path)} has no state of a training that is read")
+            self.close = opened.pop_all().close
+
+    def check_unchanged(self) -> None:
+        """Check that no file has changed since it was opened. Raises DamagedSource."""
+        self._model.check_unchanged()
+        self._model.versions.check({file.path: file.version() for file in self._files})
+
+    def _content(self, path: Path) -> bytes:
+        self._model.versions.record(path)
+        return read_regular(path, MAX_SMALL_FILE, self._model.versions.open)
+
+    def _open_distributed(self, model: TorchFolder) -> None:
+        everything = model.everything()
+        self._opened.callback(everything.close)
+        self.tensors, path_of = _tensors(everything), everything.path_of
+        values = self._plain_parts(everything.contents, {})
+        self.record = StepRecord(
+            model=_part_of(model.specs, self.tensors),
+            tensors={key: path_of(key) for key in self.tensors},
+            values={key: (path_of(key), encode(one, key, KINDS)) for key, one in values.items()},
+        )
+
+    def _open_files(self, model: HuggingFaceFolder, path: Path) -> None:
+        if path.is_dir():
+            part, state = _MODEL, {_MODEL: _tensors(model)}
+            for found in sorted(path.iterdir()):
+                if any_glob_matches(found.name, TRAINER_FILES):
+                    self._add_file(found, state)
+        else:
+            file = self._open(path)
+            if type(file.content) is not dict:
+                raise UnsupportedSource(f"{quote(path)} is a model without a training's state")
+            state = self._plain_parts(file.content, _tensors(file))
+            part = _part_of(model.specs, file.specs)
+        self.tensors, self.record = flatten(
+            state, part, lambda one: isinstance(one, SavedTensor), KINDS
+        )
+
+    def _open(self, path: Path) -> _StateFile:
+        self._model.versions.record(path)
+        file = _StateFile(path, subtree=EVERYTHING, opener=self._model.versions.open)
+        self._opened.callback(file.close)
+        file.check_readable()
+        self._files.append(file)
+        return file
+
+    def _add_file(self, path: Path, state: dict[str, Any]) -> None:
+        """Add a file of the Trainer to a state, or keep it as it is."""
+        try:
+            if path.suffix == ".bin":  # options, which only their own code can read
+                self.files[path.name] = self._content(path)
+                return
+            file = self._open(path)
+            state[path.stem] = PlainParts(_tensors(file)).of(file.content)
+        except UnsupportedSource as error:
+            self.files[path.name] = self._content(path)
+            self.notices.append(f"kept as a file: {error.message}")
+
+    def _plain_parts(
+        self, parts: Mapping[Any, Any], tensors: Mapping[str, SavedTensor]
+    ) -> dict[str, Any]:
+        """Return the plain parts of a state; leave out others."""
+        plain, found = PlainParts(tensors), {}
+        for key, value in parts.items():
+            try:
+                found[str(key)] = plain.of(value, (str(key),))
+            except UnsupportedSource as error:
+                self.notices.append(f"left out: {error.message}")
+        return found
+
+
+def _tensors(source: TensorSource | Checkpoint) -> dict[str, SavedTensor]:
+    def read(name: str) -> bytes:
+        return b"".join(map(bytes, source.read(name, memoryview(bytearray(_BUFFER_SIZE)))))
+
+    return {name: SavedTensor(spec, partial(read, name)) for name, spec in source.specs.items()}
+
+
+def _part_of(model: Collection[str], everything: Collection[str]) -> str:
+    """Return the part of a state that the tensors of the model are; empty if they are not in a part.
+
+    Raises:
+        UnsupportedSource: they have other names in the state.
+    """
+    first = min(model)
+    for key in everything:
+        prefix = key.removesuffix(first)
+        is_part = prefix.endswith(".") or key == first
+        if is_part and all(f"{prefix}{name}" in everything for name in model):
+            return prefix.removesuffix(".")
+    raise UnsupportedSource("the tensors of the model have other names in the state")

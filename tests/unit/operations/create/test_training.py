@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import blobstore
+from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
+from blobstore.integrations.torch_checkpoint import export_trainer
+from blobstore.manifests import media_types
+from blobstore.store.local import LocalStore
+from tests.support.trainer_folders import FILES, assert_same, train, write_trainer_folder
+from tests.unit.cli.running import run_json
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of the Trainer."""
+    return write_trainer_folder(tmp_path / "checkpoint-3")
+
+
+def loaded(store: LocalStore, name: str) -> Any:
+    return blobstore.load(name, store=store, framework="torch")
+
+
+def digests(store: LocalStore, name: str) -> dict[str, str]:
+    layers = store.resolve(name).layers_of(media_types.TENSOR)
+    return {layer.name: layer.digest.hex for layer in layers}
+
+
+def test_the_state_of_a_trainer_comes_back(folder: Path, store: LocalStore) -> None:
+    created = blobstore.create(folder, "run:3", store=store, state=True)
+    state = loaded(store, "run:3")
+    expected = train(3)
+    assert_same(state["model"], dict(expected["model.safetensors"]))
+    for name in FILES:
+        assert_same(state[Path(name).stem], expected[name])
+    assert created.tensors == 4 + 3 * 4 + 3
+    assert created.notices == ()
+
+
+def test_the_blobs_of_the_model_are_those_of_an_import_without_the_state(
+    folder: Path, store: LocalStore
+) -> None:
+    blobstore.create(folder, "run:3", store=store, state=True)
+    blobstore.create(folder, "alone", store=store)
+    assert digests(store, "run:3") == digests(store, "alone")
+    assert digests(store, "run:3").items() < digests(store, "run:3.state").items()
+
+
+def test_options_of_the_training_are_a_file_of_the_model(folder: Path, store: LocalStore) -> None:
+    blobstore.create(folder, "run:3", store=store, state=True)
+    model = blobstore.open("run:3", store=store)
+    assert model.read_file("training_args.bin") == (folder / "training_args.bin").read_bytes()
+    assert {"config.json", "trainer_state.json"} < set(model.files)
+
+
+def test_every_step_of_a_run_is_imported_with_its_state(tmp_path: Path, cli: LocalStore) -> None:
+    for count in (1, 2):
+        write_trainer_folder(tmp_path / "out" / f"checkpoint-{count}", count)
+    result = run_json("create", "--all", tmp_path / "out", "run", "--state")
+    assert len(result["models"]) == 2
+    names = {str(name) for name in cli.references()}
+    steps = {f"run:checkpoint-{number}" for number in (1, 2)}
+    assert names == steps | {f"{name}.state" for name in steps}
+    again = run_json("create", "--all", tmp_path / "out", "run", "--state")
+    assert [model["bytes_written"] for model in again["models"]] == [0, 0]
+
+
+@pytest.fixture
+def cli(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    """Return the store that commands use."""
+    monkeypatch.setenv("BLOBSTORE_HOME", str(store.root))
+    return store
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2, 2).to_sparse(), {"a": {1, 2}}, {(1, 2): 3}, object, {"a": (torch.ones(1),) * 2}],
+    ids=["sparse", "set", "keys", "class", "tuple"],
+)
+def test_a_file_that_is_not_plain_is_kept_or_comes_back(
+    folder: Path, store: LocalStore, value: Any
+) -> None:
+    torch.save(value, folder / "scaler.pt")
+    created = blobstore.create(folder, "run:3", store=store, state=True)
+    state = blobstore.open("run:3", store=store)
+    if "scaler.pt" in state.files:
+        assert state.read_file("scaler.pt") == (folder / "scaler.pt").read_bytes()
+        assert any("kept as a file" in notice for notice in created.notices)
+    else:
+        assert_same(loaded(store, "run:3")["scaler"], value)
+
+
+def test_a_checkpoint_that_is_one_file_has_its_state(tmp_path: Path, store: LocalStore) -> None:
+    state = train(2)
+    whole = {
+        "state_dict": dict(state["model.safetensors"]),
+        "optimizer_states": [state["optimizer.pt"]],
+        "lr_schedulers": [state["scheduler.pt"]],
+        "epoch": 3,
+        "callbacks": {"kept": {1, 2}},
+    }
+    torch.save(whole, tmp_path / "last.ckpt")
+    created = blobstore.create(tmp_path / "last.ckpt", "run:2", store=store, state=True)
+    del whole["callbacks"]
+    assert_same(loaded(store, "run:2"), whole)
+    assert any("'callbacks" in notice for notice in created.notices)
+    assert digests(store, "run:2").items() < digests(store, "run:2.state").items()
+
+
+def test_a_folder_of_torch_has_its_state(tmp_path: Path, store: LocalStore) -> None:
+    state = train(2)
+    whole = {
+        "model": dict(state["model.safetensors"]),
+        "optimizer": {"moments": {"a.b": torch.ones(3)}, "groups": [{"lr": 0.5, "betas": (1, 2)}]},
+        "step": 7,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+    }
+    save(whole, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    blobstore.create(tmp_path / "dcp", "run:2", store=store, state=True)
+    assert_same(loaded(store, "run:2"), whole)
+    assert digests(store, "run:2").items() < digests(store, "run:2.state").items()
+
+
+@pytest.mark.parametrize(
+    "options", [{"decode": True}, {"experts": "stacked"}, {"dry_run": True}], ids=str
+)
+def test_options_that_convert_are_refused(folder: Path, store: LocalStore, options: Any) -> None:
+    with pytest.raises(UsageError, match="state"):
+        blobstore.create(folder, "run:3", store=store, state=True, **options)
+    assert list(store.references()) == []
+
+
+def test_a_model_without_a_training_is_refused(tmp_path: Path, store: LocalStore) -> None:
+    torch.save(torch.ones(3), tmp_path / "alone.pt")
+    with pytest.raises(UnsupportedSource, match="without a training's state"):
+        blobstore.create(tmp_path / "alone.pt", "m", store=store, state=True)
+    assert list(store.references()) == []
+
+
+def test_a_file_that_was_cut_short_fails_the_import(folder: Path, store: LocalStore) -> None:
+    path = folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DamagedSource, match="optimizer.pt"):
+        blobstore.create(folder, "run:3", store=store, state=True)
+    assert list(store.references()) == []
+
+
+class _Attack:
+    """An object whose pickle runs a command."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._target}",)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin", "rng_state_0.pth"])
+def test_code_in_a_file_is_never_run(
+    folder: Path, store: LocalStore, tmp_path: Path, name: str
+) -> None:
+    torch.save({"state": _Attack(tmp_path / "ran")}, folder / name)
+    blobstore.create(folder, "run:3", store=store, state=True)
+    blobstore.load("run:3", store=store)
+    export_trainer("run:3", tmp_path / "out", store=store)
+    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
