@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_calls import tags_of
-from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
+from blobstore.serve.names import HEAD, MAIN, any_tag, name_of, repository_of
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
         """Return the version that a revision names; None if git allows no such revision."""
         tag, *others = tags_of(revision)
         # Otherwise one name would stand for two revisions of the upstream.
-        if others or tag not in (DEFAULT_TAG, MAIN, "HEAD"):
+        if others or tag not in (DEFAULT_TAG, MAIN, HEAD):
             with contextlib.suppress(InvalidReference):
                 return cls.named(Reference(*repository.parts[:3], tag))
         return cls.unnamed(repository, revision)
@@ -94,9 +94,11 @@ def names_of(
 
 
 def check_given(library: Library, reference: Reference) -> None:
-    """Check that a fetch may give a name. Raises NameTaken if it is the operator's."""
+    """Check that a fetch may give a name. Raises NameTaken if it is the operator's, or stands for something else."""
     if library.is_own(reference):
         raise NameTaken(f"{reference} is a model of the store's own by now")
+    if library.is_reserved(reference):
+        raise NameTaken(f"{reference} stands for something else here")
 
 
 def hidden_copies(library: Library, names: Sequence[Reference], everyone: Visible) -> list[Asked]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
 from blobstore.serve.messages import JSON, failure
-from blobstore.serve.names import MAIN
+from blobstore.serve.names import HEAD, MAIN
 from blobstore.serve.refusal import Refused
 from blobstore.serve.targets import InvalidTarget
 from blobstore.serve.unprepared import BodyNeeded
@@ -170,5 +170,5 @@ def tags_of(revision: str) -> Sequence[str]:
     The branch ``main`` is the tag ``latest``, and only a tag ``main`` without one is that branch, too.
     """
     name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
-    is_main = name in (MAIN, "HEAD") and not revision.startswith(_TAG)
+    is_main = name in (MAIN, HEAD) and not revision.startswith(_TAG)
     return (DEFAULT_TAG, name) if is_main else (name,)

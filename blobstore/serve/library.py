@@ -17,7 +17,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import Reference, name_matches
+from blobstore.manifests.reference import DEFAULT_TAG, Reference, name_matches
 from blobstore.models.small_files import ModelFiles
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
@@ -27,7 +27,7 @@ from blobstore.serve.expiring import bounded
 from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import file_digests, model_files
-from blobstore.serve.names import IMAGE, any_tag
+from blobstore.serve.names import DERIVED, HEAD, IMAGE, MAIN, any_tag
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
 from blobstore.serve.tags import Tags
@@ -275,6 +275,18 @@ class Library:
             return False
         tag = reference.tag.lower()
         return any(one.tag.lower() == tag for one in (*self.tags.of(reference), *arriving))
+
+    def is_reserved(self, reference: Reference) -> bool:
+        """Return whether a name that is not there would take the place of something else.
+
+        That is an image or a signature, whose tags are derived from others, or a model of the operator's that is the
+        branch ``main`` as long as there is no ``latest``.
+        """
+        if self.store.manifest_version(reference) is not None:
+            return False
+        if reference.tag != DEFAULT_TAG:
+            return reference.tag.endswith(IMAGE) or reference.tag.startswith(DERIVED)
+        return any(self.is_own(Reference(*reference.parts[:3], one)) for one in (MAIN, HEAD))
 
     def stored_tags(self, repository: Reference) -> Sequence[Reference]:
         """Return the tags of a repository in the store that are served to somebody. Raises NotPrepared."""

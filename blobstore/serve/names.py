@@ -10,8 +10,12 @@ from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAU
 
 IMAGE = ".image"
 """The end of tags of images, which have the name of a model before it."""
+DERIVED = "sha256-"
+"""The start of tags that clients derive from the digest of a manifest, for its signatures."""
 MAIN = "main"
 """The branch of the Hub that the tag ``latest`` is."""
+HEAD = "HEAD"
+"""Another name of that branch."""
 MAX_NAME = 80
 """Characters of a model's name in a store, as Ollama has it. The Hub allows 96."""
 _NONE = "_"

@@ -217,9 +217,12 @@ class PullThrough:
             # A name of the store's own stands for itself, also where it stands for nothing of the upstream.
             if is_tag or (stored and self._library.is_own(stored[0])):
                 asked = Asked.named((*stored, *names)[0])
-        if asked is not None and asked.has_name and self._library.is_other_case(asked.reference):
+        if asked is not None and asked.has_name and self._stands_for_other(asked.reference):
             asked = Asked.unnamed(repository, revision)
         return asked if asked is not None and self._library.is_allowed(asked.reference) else None
+
+    def _stands_for_other(self, reference: Reference) -> bool:
+        return self._library.is_other_case(reference) or self._library.is_reserved(reference)
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
         """Return the recent upstream name of a repository, of which no version is requested if ``is_whole``."""

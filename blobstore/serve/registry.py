@@ -27,7 +27,7 @@ from blobstore.serve.messages import (
     has_tag,
     json_response,
 )
-from blobstore.serve.names import repository_of
+from blobstore.serve.names import DERIVED, repository_of
 from blobstore.serve.refusal import API_VERSION, Refusal, error_response, no_model
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str 
     repository = _repository_of(target, library)
     if repository is None:
         return None
-    if action != "manifests" or ":" in what or what.startswith("sha256-"):
+    if action != "manifests" or ":" in what or what.startswith(DERIVED):
         return repository, None
     return repository, what
 

@@ -295,6 +295,31 @@ def test_a_tag_of_the_stores_own_is_never_asked_for(
     assert not hub.requests
 
 
+def test_no_branch_of_the_upstream_takes_the_place_of_what_an_own_model_is_known_by(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    own = {tag: made(tmp_path / tag, number) for number, tag in enumerate(("v1", "main"), 3)}
+    for tag, folder in own.items():
+        create(folder, f"{NAME}:{tag}", store=store)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        signed = server.request(f"/v2/{NAME}/manifests/v1")[1]["docker-content-digest"]
+        for number, tag in enumerate(("v1.image", signed.replace(":", "-"))):
+            before = server.request(f"/v2/{NAME}/manifests/{tag}")
+            theirs = made(tmp_path / f"theirs{number}", 7 + number)
+            hub.branch(NAME, tag, theirs)
+            data = (theirs / "model.safetensors").read_bytes()
+            assert server.request(f"/{NAME}/resolve/{tag}/model.safetensors")[2] == data
+            until(lambda: server.metric("arriving_models") == 0)
+            after = server.request(f"/v2/{NAME}/manifests/{tag}")
+            assert (after[0], after[2]) == (before[0], before[2])
+        # The upstream has no branch "latest", and its "main" is not the operator's.
+        assert server.request(f"/v2/{NAME}/manifests/latest")[0] == 404
+        mine = (own["main"] / "model.safetensors").read_bytes()
+        assert server.request(FILE.format(NAME))[2] == mine
+    commits = [hub.repos[NAME].branches[tag].commit for tag in hub.repos[NAME].branches]
+    assert names(store) == sorted(f"{NAME}:{tag}" for tag in (*own, *commits))
+
+
 def test_a_model_of_the_stores_own_is_served_while_its_name_arrives(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
