@@ -244,8 +244,7 @@ class Ingest:
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         # All bytes are durable before the first name: a crash must not leave a name of unsynced bytes.
-        for synced in self._syncing:
-            interrupts.result(synced)
+        self.sync()
         for path, item in self._unnamed.items():
             state = self._partial.get(path)
             if state is None:
@@ -257,6 +256,11 @@ class Ingest:
         sync_folder(self._layout.blobs)
         # Last, because the lease must have held for as long as no manifest lists the blobs.
         self._check_lease()
+
+    def sync(self) -> None:
+        """Wait until all blobs that were added are durable. Raises OSError if one could not be synced."""
+        for synced in self._syncing:
+            interrupts.result(synced)
 
     def _check_lease(self) -> None:
         """Check that no other machine has taken this process for dead, and its blobs for garbage."""
@@ -389,13 +393,16 @@ class Ingest:
 class WorkerIngest(Ingest):
     """Adds blobs to an import of another process, on any number of threads.
 
-    Blobs are durable when :meth:`add` returns, but have no name. The import calls
-    :meth:`Ingest.adopt` with the result.
+    Blobs are durable when :meth:`add` returns, or with ``sync_later`` when :meth:`sync` does, but have no name.
+    The import calls :meth:`Ingest.adopt` with the result.
     """
 
-    def __init__(self, store: BlobReader, lease: JoinedLease, *, paranoid: bool) -> None:
+    def __init__(
+        self, store: BlobReader, lease: JoinedLease, *, paranoid: bool, sync_later: bool
+    ) -> None:
         super().__init__(store, lease, paranoid=paranoid)
         self._joined = lease
+        self._is_synced_later = sync_later
 
     @property
     def has_ended(self) -> bool:
@@ -404,6 +411,8 @@ class WorkerIngest(Ingest):
 
     def close(self) -> None:
         """Leave the import."""
+        self._is_closed = True
+        self._pool.shutdown()
         self._verified.save()
         self._joined.close()
 
@@ -415,7 +424,10 @@ class WorkerIngest(Ingest):
         """Do nothing: the import adopts the results."""
 
     def _sync_later(self, descriptor: int) -> None:
-        """Sync and close a file at once: the other processes write concurrently."""
+        """Sync and close a file, at once if other threads of this import write concurrently."""
+        if self._is_synced_later:
+            super()._sync_later(descriptor)
+            return
         try:
             os.fsync(descriptor)
         finally:

@@ -201,13 +201,19 @@ class LocalStore(ManifestReader):
         """Remove what was downloaded of a blob that is not needed any more."""
         remove_partial(self._layout.partial, digest)
 
-    def join_ingest(self, name: str, *, paranoid: bool = False) -> WorkerIngest:
+    def join_ingest(
+        self, name: str, *, paranoid: bool = False, sync_later: bool = False
+    ) -> WorkerIngest:
         """Join an import of another process by its :attr:`Ingest.name`, to add blobs to it.
+
+        With ``sync_later``, they are durable only when :meth:`Ingest.sync` returns.
 
         Raises:
             Cancelled: the import has ended.
         """
-        return WorkerIngest(self, self._locks.join_lease(name), paranoid=paranoid)
+        return WorkerIngest(
+            self, self._locks.join_lease(name), paranoid=paranoid, sync_later=sync_later
+        )
 
     def check_space(self, needed: int) -> None:
         """Check that so many bytes are free for the store.

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.integrations.torch_checkpoint.exchange import Windows
-    from blobstore.operations.create.create import BlobAdder
-    from blobstore.operations.create.places import Place, StepImport
+    from blobstore.operations.create.places import Place, StepBlobs, StepImport
     from blobstore.operations.create.save import File
     from blobstore.planning.grouping import BlobPlan
     from blobstore.quantization.recipes import Recipe
@@ -65,7 +64,7 @@ class _Blobs:
     """Adds the blobs of one rank to an import."""
 
     def __init__(
-        self, task: RankTask, state: RankState, ingest: BlobAdder, added: dict[str, Ingested]
+        self, task: RankTask, state: RankState, ingest: StepBlobs, added: dict[str, Ingested]
     ) -> None:
         self._task = task
         self._state = state
@@ -86,10 +85,11 @@ class _Blobs:
             self._added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
 
     def copy(self, jobs: int) -> None:
-        """Add the blobs whose bytes this rank has."""
+        """Add the blobs whose bytes this rank has. All are durable then."""
         blobs = self._task.local
         items = WorkerPool(jobs, None, 0).run(blobs, self._copied)
         self._added.update((blob.name, item) for blob, item in zip(blobs, items, strict=True))
+        self._ingest.sync()
 
     def _copied(self, blob: BlobPlan) -> Ingested:
         def read(recipe: Recipe) -> Iterator[memoryview]:
@@ -310,7 +310,7 @@ class StoreWriter(StorageWriter):
                 advice="pass the same process_group to StoreWriter and to save",
             )
 
-    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> BlobAdder:
+    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> StepBlobs:
         """Return the import of the step, of which other ranks are workers."""
         if self._import is not None:
             return self._import.blobs

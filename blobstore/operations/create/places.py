@@ -20,7 +20,7 @@ from blobstore.objects.address import StoreAddress, is_address
 from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import ObjectStore
-from blobstore.operations.create.create import with_space
+from blobstore.operations.create.create import BlobAdder, with_space
 from blobstore.operations.create.step import Published
 from blobstore.remotes.model_reader import pack_headers
 from blobstore.store.ingest import Ingested
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.step_record import StepRecord
     from blobstore.objects.client import ObjectTag
-    from blobstore.operations.create.create import BlobAdder
     from blobstore.operations.create.step import StepPlan
     from blobstore.store.ingest import Buffers
     from blobstore.store.local import StoreLike
@@ -52,6 +51,13 @@ def can_be_step(checkpoint_id: str | os.PathLike[str]) -> bool:
     return False
 
 
+class StepBlobs(BlobAdder, Protocol):
+    """Adds the blobs of one rank."""
+
+    def sync(self) -> None:
+        """Wait until all that was added is durable."""
+
+
 class StepImport(Protocol):
     """The import of a step, on the coordinator."""
 
@@ -59,7 +65,7 @@ class StepImport(Protocol):
     """By which other ranks join it."""
 
     @property
-    def blobs(self) -> BlobAdder:
+    def blobs(self) -> StepBlobs:
         """Adds the blobs of this rank."""
 
     def adopt(self, item: Ingested) -> None:
@@ -78,7 +84,7 @@ class Place(Protocol):
     def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
         """Begin the import of a step."""
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
+    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
         """Join an import until the stack is closed."""
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
@@ -101,8 +107,8 @@ class _Folder:
     def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
         return _FolderImport(self._store, plan, reference)
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
-        joined = self._store.join_ingest(name)
+    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
+        joined = self._store.join_ingest(name, sync_later=True)
         stack.callback(joined.close)
         return joined
 
@@ -143,7 +149,7 @@ class _Objects:
     def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
         return _ObjectImport(self._objects, plan, reference)
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> BlobAdder:
+    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
         del name, stack  # the lease of the coordinator keeps all that is written while it lives
         return _ObjectBlobs(self._objects)
 
@@ -179,6 +185,9 @@ class _ObjectBlobs:
             self._objects.put_blob(digest, size, again())
             self.written.add(digest)
             return Ingested(digest, size, written=True)
+
+    def sync(self) -> None:
+        """Do nothing: what is in object storage is durable."""
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
         """Return a blob that is there now; :meth:`_ObjectImport.publish` looks for it again."""

@@ -493,3 +493,21 @@ def test_a_worker_fails_if_its_blob_cannot_be_synced(
         ingest.publish()
     assert blobs(store) == {}
     assert temporary(store) == []
+
+
+def test_a_worker_that_syncs_later_has_durable_blobs_only_then(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.ingest() as ingest:
+        broken = store.join_ingest(ingest.name, sync_later=True)
+        with contextlib.closing(broken), monkeypatch.context() as patched:
+            break_sync(patched, stat.S_ISREG)
+            broken.add(3, lambda: [b"abc"])
+            with pytest.raises(OSError, match="Input/output error"):
+                broken.sync()
+        with contextlib.closing(store.join_ingest(ingest.name, sync_later=True)) as worker:
+            item = worker.add(3, lambda: [b"abc"])
+            worker.sync()
+            ingest.adopt(item)
+        ingest.publish()
+    assert blobs(store) == {item.digest.file_name: b"abc"}
