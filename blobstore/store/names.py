@@ -234,6 +234,7 @@ class Names:
                 # All checks before the first name, so that a model that fails changes nothing.
                 for model in models:
                     self._check(model)
+                self._make_folders(*(model.update.reference for model in models))
                 former = []
                 for model in models:
                     self._note_brought(model, is_brought=is_brought)
@@ -259,7 +260,14 @@ class Names:
         """
         model = NewModel(update, data, blobs)
         self._check(model)
+        self._make_folders(model.update.reference)
         return self._give(model)
+
+    def _make_folders(self, *references: Reference) -> None:
+        """Make the folders of names durably; nothing that is temporary has to be."""
+        make_folders(self._layout.temporary, self._store.root, durable=False)
+        for folder in {self._store.manifest_path(reference).parent for reference in references}:
+            make_folders(folder, self._store.root)
 
     def _check(self, model: NewModel) -> None:
         """Check under the lock that a model may get its name. Raises as :meth:`install`."""
@@ -281,8 +289,6 @@ class Names:
         """Give a model its name, which was checked; return the manifest that it replaces, as :meth:`place`."""
         reference = model.update.reference
         path = self._store.manifest_path(reference)
-        for folder in (path.parent, self._layout.temporary):
-            make_folders(folder, self._store.root)
         former = None
         found = self._data(reference)
         if found == model.data:  # its writer may not have synced it
