@@ -78,7 +78,9 @@ def command(
         )
     fields = "place device reader how bytes=size seconds"
     measured = [
-        output.record(one, fields) | {"bytes_per_second": round(one.rate)}
+        output.record(one, fields)
+        | {"bytes_per_second": round(one.rate)}
+        | {"read": one.reading and output.record(one.reading, "how reason")}
         for one in found.measurements
     ]
     out.result(

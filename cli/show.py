@@ -183,6 +183,8 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterat
 
         signers = render.cell(describe_signers(model.signatures))
         yield f"{'signatures:' if model.signatures is None else 'signed by'} {signers}"
+    if model.reading and model.reading.how == "pread":
+        yield f"read with pread: {model.reading.reason}"
     if model.metrics:
         yield f"metrics: {render.metrics(model.metrics)}"
     cells = [_cells(view, row) for row in rows]
@@ -255,7 +257,8 @@ def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[s
     signatures = None
     if model.signatures is not None:
         signatures = output.records(model.signatures, output.SIGNATURE_FIELDS)
-    more = {"signatures": signatures, view: listed, "faults": faults}
+    reading = model.reading and output.record(model.reading, "how reason")
+    more = {"read": reading, "signatures": signatures, view: listed, "faults": faults}
     return output.record(model, fields) | more
 
 

@@ -16,14 +16,16 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.files import open_regular
 from blobstore.core.system import (
     MADV_HUGEPAGE,
     MADV_POPULATE_READ,
-    MADV_WILLNEED,
     MAP_FIXED,
     MAP_NORESERVE,
     map_counts,
@@ -166,11 +168,6 @@ class MappedRegion:
         address = self._address + self.offsets[slot]
         return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
-    def will_need(self, slot: int, size: int) -> None:
-        """Ask the system to read a mapped file in the background."""
-        if size:
-            _madvise(self._address + self.offsets[slot], size, MADV_WILLNEED)
-
     def is_cached(self, slot: int, size: int) -> bool:
         """Return whether a sample of a mapped file's pages is in the page cache."""
         return _is_cached(self._address + self.offsets[slot], size)
@@ -200,6 +197,23 @@ class MappedRegion:
             raise OSError(number, os.strerror(number))
         # An old kernel, or another system: read one byte per page.
         bytes(memoryview(self._all)[start : start + end - begin : mmap.PAGESIZE])
+
+    def background_populate(self) -> Callable[[int, int, int], bool]:
+        """Return a :meth:`populate` for other threads, which does not keep the memory alive.
+
+        It returns False if a range cannot be populated, or nothing else uses the memory any more.
+        """
+        memory, address, offsets = weakref.ref(self._all), self._address, self.offsets
+
+        def populate(slot: int, begin: int, end: int) -> bool:
+            start, kept = offsets[slot] + begin, memory()
+            if kept is None or _madvise(address + start, end - begin, MADV_POPULATE_READ):
+                return False
+            # A virtual machine gets memory for pages from the disk only when they are touched.
+            crc32(memoryview(kept)[start : start + end - begin])
+            return True
+
+        return populate
 
 
 class MappedFile(NamedTuple):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # The same on Linux, macOS and the BSDs; Python's mmap does not export it.
 MAP_FIXED = 0x10
-# Linux numbers. macOS has the same for the first and rejects the others, which does no harm.
-MADV_WILLNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 3, 14, 22
+# Linux numbers. macOS rejects them, which does no harm.
+MADV_HUGEPAGE, MADV_POPULATE_READ = 14, 22
 CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY}
 """Errors of file systems that do not support a sync, such as some of FUSE and SMB for folders."""
 _CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
@@ -31,6 +31,7 @@ _FICLONERANGE = 0x4020940D
 """Linux's request: source descriptor, offset, length, and the offset in the target."""
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
+_MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = Path("/proc/meminfo")
 _MEMORY_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
@@ -170,6 +171,13 @@ def map_counts() -> MapCounts | None:
             return MapCounts(sum(1 for _ in file), limit)
     except (OSError, ValueError):
         return None
+
+
+def mount_table() -> str:
+    """Return the mounts that this process sees, as proc(5) describes them; empty if the system does not say."""
+    with contextlib.suppress(OSError):
+        return _MOUNTS.read_text("utf-8", "surrogateescape")
+    return ""
 
 
 def available_memory() -> int:

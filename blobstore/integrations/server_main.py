@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from blobstore.core.escape import escape
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.models.checks import Verify
-from blobstore.models.memory import Prefetch, Read
+from blobstore.models.read_strategy import Read
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class ServerOptions(NamedTuple):
     name: str
     store: LocalStore
     opening: dict[str, Any]
-    """``verify``, ``read`` and ``prefetch`` of :func:`blobstore.open`."""
+    """``verify`` and ``read`` of :func:`blobstore.open`."""
     rest: list[str]
     """The library's own options."""
 
@@ -47,7 +47,7 @@ def run_server(
         arguments: the command line; by default that of this process.
     """
     options, rest = _parser(module, server, command).parse_known_args(arguments)
-    opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
+    opening = {"verify": options.verify, "read": options.read}
     try:
         if options.store == "":  # an unset variable of a script must not mean the current folder
             raise UsageError("--store must not be empty")
@@ -64,7 +64,7 @@ def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
     """Return the parser of a server's command line; the arguments are those of :func:`run_server`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
-        usage=f"%(prog)s NAME [--store DIR] [--verify LEVEL] [--read HOW] [--prefetch HOW] [options of {command}]",
+        usage=f"%(prog)s NAME [--store DIR] [--verify LEVEL] [--read HOW] [options of {command}]",
         description=f"Serve a model of the store with {server}.",
         epilog=f"Other options are those of {command}: see {command} --help.",
         allow_abbrev=False,
@@ -88,12 +88,7 @@ def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--read",
         choices=get_args(Read),
-        default="mmap",
-        help="how to read blobs; pread suits network file systems (default: mmap)",
-    )
-    parser.add_argument(
-        "--prefetch",
-        choices=get_args(Prefetch),
-        help="load mapped blobs into memory before they are used",
+        default="auto",
+        help="how to read blobs (default: auto, which chooses by the file system)",
     )
     return parser

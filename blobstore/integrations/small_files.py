@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.models.memory import Prefetch, Read
+    from blobstore.models.read_strategy import Read
     from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model, Verify
 
@@ -42,7 +42,6 @@ class OpenOptions(TypedDict, total=False):
 
     verify: Verify
     read: Read
-    prefetch: Prefetch | None
     progress: Progress | None
 
 

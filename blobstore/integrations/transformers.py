@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.reference import Reference
-    from blobstore.models.memory import Prefetch, Read
+    from blobstore.models.read_strategy import Read
     from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model, Verify
     from blobstore.store.local import StoreLike
@@ -90,8 +90,7 @@ def from_store(
     dequantize: bool | None = None,
     trust_remote_code: bool = False,
     verify: Verify = "size",
-    read: Read = "mmap",
-    prefetch: Prefetch | None = None,
+    read: Read = "auto",
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Return a model of the store, in evaluation mode.
@@ -121,7 +120,6 @@ def from_store(
         trust_remote_code: run the code that came with the model, if its config names some.
         verify: as in :func:`blobstore.open`.
         read: as in :func:`blobstore.open`.
-        prefetch: as in :func:`blobstore.open`.
         options: passed to ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
@@ -151,7 +149,6 @@ def from_store(
         verify=verify,
         dequantize=is_plain,
         read=read,
-        prefetch=prefetch,
     ) as model:
         if is_adapter(model):
             loaded = from_store(
@@ -166,7 +163,6 @@ def from_store(
                 trust_remote_code=trust_remote_code,
                 verify=verify,
                 read=read,
-                prefetch=prefetch,
                 **options,
             )
             adapted: transformers.PreTrainedModel = with_adapter(

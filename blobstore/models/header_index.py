@@ -139,15 +139,17 @@ def load_cached_index(store: BlobAccess, manifest: bytes) -> TensorIndex | None:
 
 
 def read_index(
-    store: BlobAccess, manifest: bytes, reserve: Callable[[list[int]], MappedRegion] | None = None
+    store: BlobAccess,
+    manifest: bytes,
+    reserve: Callable[[list[int]], MappedRegion | None] | None = None,
 ) -> tuple[TensorIndex, MappedRegion | None]:
     """Read the headers of all blobs.
 
     Args:
         store: the store that holds the model.
         manifest: the bytes of its manifest file.
-        reserve: returns a region for blobs of these sizes. Each blob is then mapped into it while
-            its header is read, so that each file is opened once.
+        reserve: returns a region for blobs of these sizes, or None. Each blob is then mapped into it
+            while its header is read, so that each file is opened once.
 
     Returns:
         The index, and the region, if one could be reserved.

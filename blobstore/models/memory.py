@@ -13,11 +13,11 @@ import contextlib
 import functools
 import threading
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
-from blobstore.core.escape import quote
 from blobstore.core.fork import renew_lock_in_children
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
@@ -28,7 +28,6 @@ from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
     TooManyMaps,
-    UsageError,
 )
 from blobstore.manifests import media_types
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
@@ -41,22 +40,21 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.models.small_files import ModelFiles
 
-Read = Literal["mmap", "pread"]
-Prefetch = Literal["willneed", "read"]
-
 _REQUEST = 4 << 20
 """Bytes per request for data that may not be in memory yet."""
 _REQUESTS = 8
 """Concurrent requests: with one at a time, a disk is idle between two requests."""
 _FIRST_WINDOW = 16 << 20
 _MAX_WINDOW = 256 << 20
-"""Bytes of blobs that are read from a remote ahead of a program that reads them in order."""
+"""Bytes of blobs that are read ahead of a program that reads them in order, if they are not mapped."""
 _POPULATING_THREADS = 2
 """More threads do not map pages of the page cache any faster."""
 _FEW = 4096
 """The number of blobs that can always be mapped."""
 _SMALL = 8 << 10
 """Reading a blob of fewer bytes takes less time than mapping it and touching its pages."""
+_ALONE = 8 << 20
+"""A tensor is read by itself if the rest of its blob has more bytes."""
 _SPARE_MAPS = 8192
 """Maps that are left to other models and to other code of the process."""
 
@@ -94,12 +92,9 @@ class ModelMemory:
         blobs: digest and size of each of its tensor blobs.
         region: a region into which the blobs were mapped already.
         is_writable: whether the memory may be written to. The files never change.
-        read: ``mmap`` or ``pread``.
-        prefetch: for mapped blobs, ``willneed`` requests their pages and ``read`` waits for them.
+        read: ``mmap``; ``populate`` to wait for the pages, too; or ``pread``.
+        is_shared: whether ``pread`` leaves the bytes in the page cache, for other processes that read them.
         progress: called with the bytes that were waited for.
-
-    Raises:
-        UsageError: ``read`` or ``prefetch`` is unknown, or the two contradict each other.
     """
 
     def __init__(
@@ -110,15 +105,9 @@ class ModelMemory:
         region: MappedRegion | None = None,
         is_writable: bool = False,
         read: str = "mmap",
-        prefetch: str | None = None,
+        is_shared: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        if read not in get_args(Read):
-            raise UsageError(f"read must be mmap or pread, got {quote(read)}")
-        if prefetch is not None and prefetch not in get_args(Prefetch):
-            raise UsageError(f"prefetch must be willneed, read or None, got {quote(prefetch)}")
-        if prefetch is not None and read == "pread":
-            raise UsageError("prefetch is for mapped blobs; read='pread' reads them at once")
         self.files = files
         """The model."""
         self._store = files.store
@@ -126,17 +115,17 @@ class ModelMemory:
         self._region = region
         self._is_writable = is_writable
         self._is_read = read == "pread"
-        self._prefetch = prefetch
+        self._is_shared = is_shared and self._is_read
         self._progress = progress
         mapped = set() if region is None else region.present  # cold blobs are not mapped
         self._absent = set(range(len(blobs))) - mapped
-        self._unfetched = set(range(len(blobs))) if prefetch else set()
+        self._unpopulated = set(range(len(blobs))) if read == "populate" else set()
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
         self._next_slot = -1
-        """The blob after those that were read from a remote last."""
+        """The blob after those that were copied last."""
         self._window = 0
-        """Bytes of blobs that are read from a remote before they are asked for."""
+        """Bytes of blobs that are copied before they are asked for."""
         self._lock = threading.Lock()
         renew_lock_in_children(self)
         self._is_closed = False
@@ -163,6 +152,11 @@ class ModelMemory:
         """Return whether each tensor of a blob is read by itself: it is a remote GGUF file, which has them all."""
         return self.needs_remote(slot) and self._blobs[slot][0] in self._gguf_files
 
+    def reads_alone(self, slot: int, nbytes: int) -> bool:
+        """Return whether a tensor of ``nbytes`` is read by itself, without the rest of its blob."""
+        is_absent = self._is_shared and slot in self._absent
+        return (is_absent and self._blobs[slot][1] - nbytes > _ALONE) or self.reads_tensors(slot)
+
     @functools.cached_property
     def _gguf_files(self) -> frozenset[Digest]:
         return frozenset(layer.digest for layer in self.files.manifest.layers_of(*media_types.GGUF))
@@ -180,7 +174,7 @@ class ModelMemory:
         with self._lock:
             if self._is_closed:
                 raise BlobstoreError(f"model {self.files.reference} is closed")
-            if self._region is not None and not self._absent and not self._unfetched:
+            if self._region is not None and not self._absent and not self._unpopulated:
                 return self._region
             wanted = set(slots)
             with faults_located(self.files):
@@ -221,8 +215,9 @@ class ModelMemory:
             BlobMissing, BlobDamaged: a blob is missing or damaged.
         """
         with faults_located(self.files):
-            for digest, size in self._blobs:
-                self._store.check_size(digest, size)
+            # On a network, each question takes a while.
+            pool = WorkerPool(_REQUESTS if self._is_shared else 1, None, 0)
+            pool.run(self._blobs, lambda blob: self._store.check_size(*blob))
 
     def read_into(self, slot: int, begin: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of a blob's file, or of the memory if the file is gone.
@@ -239,6 +234,25 @@ class ModelMemory:
         start = region.offsets[slot] + begin
         buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
 
+    def populate_ahead(self, slots: Iterable[int]) -> None:
+        """Begin to bring mapped blobs into memory in the background, in their order.
+
+        It ends when all is there, or nothing uses the memory any more. What cannot be read is an error when it is
+        used.
+        """
+        region = self.load()
+        populate = region.background_populate()
+        mapped = sorted(set(slots) - self._absent - set(region.read_slots))
+        requests = deque(self._requests(mapped))
+
+        def run() -> None:
+            with contextlib.suppress(IndexError):  # all are done
+                while populate(*requests.popleft()):
+                    pass
+
+        for _ in range(min(_REQUESTS, len(requests))):
+            threading.Thread(target=run, name="blobstore-populate", daemon=True).start()
+
     def close(self) -> None:
         """Release the memory. Arrays that were handed out keep it alive."""
         self._is_closed = True
@@ -254,11 +268,13 @@ class ModelMemory:
                 remote |= self._following(remote)
             self._copy(remote, region, self._progress)
         if self._is_read:
+            if is_in_order and self._is_shared and absent:
+                absent |= self._following(absent)
             self._read(absent, region)
         elif cold := self._map_hot(absent, region):
             self._decompress(cold, region)
-        if unfetched := wanted & self._unfetched:
-            self._fetch(unfetched, region)
+        if unpopulated := wanted & self._unpopulated:
+            self._populate(unpopulated, region)
         self._is_used |= bool(wanted)
         return region
 
@@ -278,13 +294,13 @@ class ModelMemory:
             ]
             self._store.load(blobs, progress)
         self._absent.difference_update(slots)
-        self._unfetched.difference_update(slots)
+        self._unpopulated.difference_update(slots)
 
-    def _following(self, remote: set[int]) -> set[int]:
-        """Return the remote blobs that come next, if those are read one after the other: ever more of them."""
-        first, last = min(remote), max(remote)
+    def _following(self, slots: set[int]) -> set[int]:
+        """Return the blobs to copy that come next, if those are read one after the other: ever more of them."""
+        first, last = min(slots), max(slots)
         between = range(self._next_slot, first)
-        is_next = 0 <= self._next_slot <= first and not any(map(self.needs_remote, between))
+        is_next = 0 <= self._next_slot <= first and not any(map(self.reads_parts, between))
         self._window = min(max(2 * self._window, _FIRST_WINDOW), _MAX_WINDOW) if is_next else 0
         self._next_slot, size = last + 1, 0
         for slot in range(last + 1, len(self._blobs)):
@@ -292,13 +308,13 @@ class ModelMemory:
             if size > self._window:
                 break
             self._next_slot = slot + 1
-        return set(filter(self.needs_remote, range(last + 1, self._next_slot)))
+        return set(filter(self.reads_parts, range(last + 1, self._next_slot)))
 
     def _read_instead(self) -> None:
         """Release all maps, and read blobs from now on, as the process may not map all of them."""
         self._region = None
         self._absent = set(range(len(self._blobs)))
-        self._unfetched = set()
+        self._unpopulated = set()
         self._is_read = True
 
     def _reserve(self) -> MappedRegion:
@@ -336,7 +352,7 @@ class ModelMemory:
         if thawed := decoder.run(wanted):  # since they were looked for
             self._copy(thawed, region)
         self._absent -= cold
-        self._unfetched -= cold
+        self._unpopulated -= cold
 
     def _read(self, slots: set[int], region: MappedRegion) -> None:
         # Done first: it takes the lock of the address space, for which reading threads would wait.
@@ -348,7 +364,7 @@ class ModelMemory:
                     self._store.map_hot(digest, size, slot, region)
                     self._absent.discard(slot)
                 else:
-                    cached[slot] = self._store.is_cached(digest, size)
+                    cached[slot] = self._is_shared or self._store.is_cached(digest, size)
 
         def read(request: _Request) -> None:
             slot, begin, end = request
@@ -362,16 +378,11 @@ class ModelMemory:
         if cold := slots & self._absent:
             self._decompress(cold, region)
 
-    def _fetch(self, slots: set[int], region: MappedRegion) -> None:
-        """Bring mapped blobs into the page cache and into this process, as ``prefetch`` says."""
+    def _populate(self, slots: set[int], region: MappedRegion) -> None:
+        """Bring mapped blobs into the page cache and into this process."""
         sizes = {
             slot: size for slot in slots - set(region.read_slots) if (size := self._blobs[slot][1])
         }
-        if self._prefetch == "willneed":
-            for slot, size in sizes.items():
-                region.will_need(slot, size)
-            self._unfetched -= slots
-            return
         uncached = {slot for slot, size in sizes.items() if not region.is_cached(slot, size)}
         for slot in uncached:
             region.will_populate(slot, sizes[slot])
@@ -392,15 +403,19 @@ class ModelMemory:
                 ) from error
 
         self._run(populate, set(sizes), _REQUESTS if uncached else _POPULATING_THREADS)
-        self._unfetched -= slots
+        self._unpopulated -= slots
 
-    def _run(self, work: Callable[[_Request], None], slots: set[int], jobs: int) -> None:
-        """Do ``work`` for all bytes of some blobs."""
-        requests = [
+    def _requests(self, slots: Iterable[int]) -> list[_Request]:
+        """Return all bytes of some blobs, in their order."""
+        return [
             _Request(slot, begin, min(begin + _REQUEST, self._blobs[slot][1]))
             for slot in sorted(slots)
             for begin in range(0, self._blobs[slot][1], _REQUEST)
         ]
+
+    def _run(self, work: Callable[[_Request], None], slots: set[int], jobs: int) -> None:
+        """Do ``work`` for all bytes of some blobs."""
+        requests = self._requests(slots)
         if not requests:
             return
         total = sum(request.end - request.begin for request in requests)

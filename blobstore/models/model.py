@@ -29,23 +29,28 @@ from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.prefetch import groups
 from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.rank_share import rank_share
+from blobstore.models.read_strategy import ReadChooser
 from blobstore.models.slices import Array, SliceReader
 from blobstore.models.small_files import ModelFiles
 from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
+    from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
     from typing import Self
 
+    from blobstore.core.mmap import MappedRegion
     from blobstore.core.progress import Progress
     from blobstore.core.slicing import Index
     from blobstore.manifests.reference import Reference
     from blobstore.models.frameworks import DeviceStream
     from blobstore.models.header_index import Entry
+    from blobstore.models.read_strategy import ReadStrategy
     from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.protocols import BlobAccess
 
-_INTERNAL = frozenset(("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_json"))
+_INTERNAL = frozenset(
+    ("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_ahead", "read_json")
+)
 """Names that other packages use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
 
@@ -67,7 +72,6 @@ class Model(ModelFiles, Mapping[str, Array]):
         dequantize: bool | str | Collection[str] = False,
         use_index: bool = True,
         read: str = "mmap",
-        prefetch: str | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(reference, manifest, store)
@@ -77,17 +81,22 @@ class Model(ModelFiles, Mapping[str, Array]):
             "dequantize": dequantize,
             "use_index": use_index,
             "read": read,
-            "prefetch": prefetch,
         }
         self._target = target = ArrayTarget.of(framework, device)
         self._progress = progress
         self._endings: list[weakref.finalize[Any, Any]] = []
         index = load_cached_index(store, manifest) if use_index else None
         region = None
+        self._chooser = chooser = ReadChooser(store, read)
+
+        def region_of(sizes: Sequence[int]) -> MappedRegion | None:
+            if chooser.first(sizes).how == "pread":
+                return None
+            return reserve(sizes, writable=target.is_writable)
+
         if index is None:
-            region_of = functools.partial(reserve, writable=target.is_writable)
             try:
-                index, region = read_index(store, manifest, region_of if read == "mmap" else None)
+                index, region = read_index(store, manifest, region_of)
             except TooManyMaps:
                 pass
             except (Damaged, StoreError) as error:
@@ -95,13 +104,15 @@ class Model(ModelFiles, Mapping[str, Array]):
         if index is None:  # here, because the error keeps all maps alive
             index, region = read_index(store, manifest)
         self._index = index
+        self.reading = chooser.first(size for _, size in index.blobs)
+        """How blobs are read, and why."""
         self._memory = ModelMemory(
             ModelFiles(reference, manifest, store),
             index.blobs,
             region=region,
             is_writable=target.is_writable,
-            read=read,
-            prefetch=prefetch,
+            read=self.reading.how,
+            is_shared=chooser.is_auto,
             progress=progress,
         )
         self._weights = weights = QuantizedWeights(
@@ -268,7 +279,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         ):  # scales and biases of dequantized weights have bytes too
             self._check_name(name)
         spec, slot, begin = self._index.location(name)
-        region = self._memory.load((slot,))
+        region = self._memory.load((slot,), is_in_order=True)
         start = region.offsets[slot] + begin
         return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
 
@@ -329,9 +340,11 @@ class Model(ModelFiles, Mapping[str, Array]):
         entries = {name: entry for name, entry in self._entries.items() if name.startswith(prefix)}
         if (stream := self._target.stream()) is not None:
             return dict(self._upload(entries, stream))
+        slots = [slot for _, _, slot, _ in entries.values()]
+        self.read_ahead(slots)
         if self._weights.dequantized:
             return {name: self[name] for name in entries}
-        region = self._memory.load([slot for _, _, slot, _ in entries.values()])
+        region = self._memory.load(slots)
         memory, offsets, convert = region.memory, region.offsets, self._target.convert
         with gc_paused():  # inlined, since a model has thousands of tensors
             return {
@@ -340,6 +353,20 @@ class Model(ModelFiles, Mapping[str, Array]):
                 )
                 for name, (dtype, shape, slot, begin) in entries.items()
             }
+
+    def read_ahead(self, slots: Collection[int] | None = None) -> ReadStrategy:
+        """Begin to bring blobs into memory of which all tensors are wanted, by default all blobs; return how.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is missing or damaged.
+        """
+        blobs = self._index.blobs
+        slots = set(range(len(blobs)) if slots is None else slots)
+        strategy = self._chooser.for_all([blobs[slot] for slot in sorted(slots)])
+        if strategy.how == "populate" and self._chooser.is_auto:
+            self._memory.load(slots)
+            self._memory.populate_ahead(slots)
+        return strategy
 
     def iter_tensors(
         self,
@@ -374,6 +401,8 @@ class Model(ModelFiles, Mapping[str, Array]):
         if parts is None and (stream := self._target.stream()) is not None:
             yield from self._upload(mine, stream)
             return
+        if parts is None:
+            self.read_ahead([self._index.slot(name) for name in mine])
         if parts is None and not self.is_resident:
             parts = {}  # reads many remote blobs at once, and none that is not asked for
         if parts is None:
@@ -437,8 +466,9 @@ class Model(ModelFiles, Mapping[str, Array]):
         """
         check_level(verify)
         if verify == "size":
-            if self._options["read"] == "pread" and self._target.has_stream:
-                self._memory.check_sizes()  # the host needs no copy of what goes to a device
+            if self.reading.how == "pread" and (self._chooser.is_auto or self._target.has_stream):
+                # What is not asked for is not read; the host needs no copy of what goes to a device.
+                self._memory.check_sizes()
             else:
                 # Loading checks the sizes, and later changes of the store have no effect.
                 self._memory.load(range(len(self._index.blobs)))
@@ -481,7 +511,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
-        if self._memory.reads_tensors(slot):
+        if self._memory.reads_alone(slot, spec.nbytes):
             part: Array = self._slices.read(name, select(spec, ...))
             return part
         region = self._memory.load((slot,), is_in_order=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.errors import RemoteError, StoreError
-    from blobstore.models.memory import Prefetch, Read
+    from blobstore.models.read_strategy import Read
     from blobstore.remotes.remote_store import RemoteStore
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
@@ -47,7 +47,6 @@ class _StoreOptions(TypedDict, total=False):
     verify: Verify
     dequantize: bool | str | Collection[str]
     read: Read
-    prefetch: Prefetch | None
     thaw: bool
     cache: Cache
     cache_limit: int | None
@@ -103,8 +102,7 @@ def open_model(
     device: str = "cpu",
     verify: Verify = "size",
     dequantize: bool | str | Collection[str] = False,
-    read: Read = "mmap",
-    prefetch: Prefetch | None = None,
+    read: Read = "auto",
     thaw: bool = False,
     cache: Cache = "keep",
     cache_limit: int | None = None,
@@ -119,8 +117,8 @@ def open_model(
             ``oci://host/repository:tag``. The tensors of the latter are read into memory of this process when
             they are used. Blobs that the store has are read there. Or the path of a GGUF
             file: a :class:`~pathlib.Path`, or a text that ends in ``.gguf`` and is no name of the store. No
-            policy applies to files, and only ``framework``, ``device``, ``dequantize``, ``read``,
-            ``prefetch`` and ``verify`` up to ``header`` do.
+            policy applies to files, and only ``framework``, ``device``, ``dequantize``, ``read``
+            and ``verify`` up to ``header`` do.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
             are views of private memory; writing to them never changes the store. ``mlx`` arrays are
@@ -137,12 +135,12 @@ def open_model(
         dequantize: return quantized weights dequantized, without their scales and biases; see
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
             types, such as ``{"fp8"}``, restricts this to weights of these types.
-        read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
-            concurrent requests, so that later changes to the files cannot affect this process. Use it for
-            network file systems, and for stores that may be damaged while the model is open: a process that
+        read: how to read the blobs. ``auto`` chooses by the file system that they are on; :attr:`Model.reading`
+            says what and why. ``mmap`` maps them, and pages are read on first use. ``populate`` maps them and
+            loads all pages before the function returns; of a remote model, it loads all blobs. ``pread`` reads
+            them into memory of this process, with concurrent requests, so that later changes to the files cannot
+            affect this process. Use it for stores that may be damaged while the model is open: a process that
             touches a map of a truncated file is killed.
-        prefetch: for mapped and remote blobs, ``read`` loads all of them before the function returns, and
-            ``willneed`` requests that without waiting. By default, pages are read on first use.
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
         cache: whether blobs of a remote model that were read completely are kept in the
@@ -170,7 +168,6 @@ def open_model(
         "device": device,
         "dequantize": dequantize,
         "read": read,
-        "prefetch": prefetch,
         "progress": progress,
     }
     if isinstance(reference, os.PathLike) or is_gguf_path(reference, store.has_model):
@@ -297,7 +294,7 @@ def open_files(reference: str | Reference, store: local.StoreLike = None) -> Ite
 
 
 def _open_local(
-    reference: Reference, store: local.LocalStore, verify: Verify, *, read: Read, **options: Any
+    reference: Reference, store: local.LocalStore, verify: Verify, **options: Any
 ) -> Model:
     """Open a model of a store, also if it is replaced at the same time."""
     while True:
@@ -311,10 +308,10 @@ def _open_local(
                     data,
                     store,
                     use_index=not reads_headers(verify),
-                    read=read,
                     **options,
                 )
-                if not (verify == "size" and read == "mmap" and model.map_hot()):
+                is_mapped = verify == "size" and model.reading.how != "pread"
+                if not (is_mapped and model.map_hot()):
                     # Blobs are opened later than the manifest was read. A lease keeps them.
                     digests = (blob.digest for blob in model.manifest.blobs)
                     lease.enter_context(store.lease_if_writable(digests))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.models.checks import Verify
-    from blobstore.models.memory import Prefetch
+    from blobstore.models.read_strategy import Read as HowToRead
     from blobstore.remotes.addresses import Cache
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.remotes.model_reader import RemoteModelSource
@@ -117,12 +117,12 @@ class RemoteStore:
         """Return the blobs and bytes that reading the model takes. Raises BlobMissing or BlobDamaged."""
         return ReadPlan.of(self, self.manifest, self._loader.stored_size)
 
-    def open(self, verify: Verify, *, prefetch: Prefetch | None, **options: Any) -> Model:
+    def open(self, verify: Verify, *, read: HowToRead, **options: Any) -> Model:
         """Open the model. Its blobs are read into memory when they are needed.
 
         Args:
             verify: ``digest`` and ``rehash`` read all blobs first.
-            prefetch: ``read`` does so too.
+            read: ``populate`` does so too; ``auto`` maps what is local.
             options: as for :class:`Model`.
 
         Raises:
@@ -135,13 +135,14 @@ class RemoteStore:
             digests = (blob.digest for blob in self.manifest.blobs)
             ending.enter_context(self.local.lease_if_writable(digests))
             self.begin()
-            model = Model(self.reference, self.manifest_data, self, prefetch=prefetch, **options)
+            how = "mmap" if read == "auto" else read
+            model = Model(self.reference, self.manifest_data, self, read=how, **options)
             is_hashed = verify in {"digest", "rehash"}
             for blob in self.manifest.blobs if is_hashed else ():
                 # Remote blobs are hashed below, when they are read.
                 if self.is_local(blob.digest):
                     self.check_digest(*blob.id)
-            if is_hashed or prefetch == "read":
+            if is_hashed or read == "populate":
                 model.check("size")  # reads what is remote, and hashes it
             # Last: until here an error ends the lease, from here on the model does.
             model.at_end(ending.pop_all().close)

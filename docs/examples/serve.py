@@ -72,7 +72,7 @@ def load(name: str, options: argparse.Namespace) -> Serving:
     """Load a model, including its blobs, so that no request waits for the disk."""
     started = time.perf_counter()
     store = LocalStore(options.store)
-    how = {"device": options.device, "verify": options.verify, "prefetch": "read"}
+    how = {"device": options.device, "verify": options.verify, "read": "populate"}
     model = from_store(name, store=store, **how)
     serving = Serving(name, model, tokenizer_from_store(name, store), time.perf_counter() - started)
     gc.collect()  # cycles from transformers' first imports would keep the model alive

@@ -27,7 +27,7 @@ import sys
 import blobstore
 
 store, how = sys.argv[1:]
-options = {"map": {}, "prefetch": {"prefetch": "read"}, "pread": {"read": "pread"}}[how]
+options = {"map": {}, "populate": {"read": "populate"}, "pread": {"read": "pread"}}[how]
 with blobstore.open("m", store=blobstore.LocalStore(store), **options) as model:
     weight = model["w"]
     print(float(weight.sum()), flush=True)
@@ -83,7 +83,7 @@ def test_a_model_read_into_memory_outlives_its_blobs(store: LocalStore) -> None:
     assert read_while_truncated(store, "pread") == (0, [total, total], "")
 
 
-@pytest.mark.parametrize("how", ["map", "prefetch"])
+@pytest.mark.parametrize("how", ["map", "populate"])
 def test_truncating_a_mapped_blob_ends_the_process_with_sigbus(store: LocalStore, how: str) -> None:
     """The documentation warns of this; if it changes, the documentation must too."""
     status, lines, errors = read_while_truncated(store, how)
@@ -118,7 +118,7 @@ def test_a_blob_that_cannot_be_read_is_one_error_and_is_read_again_later(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("options", [{}, {"read": "pread"}, {"prefetch": "read"}])
+@pytest.mark.parametrize("options", [{}, {"read": "pread"}, {"read": "populate"}])
 def test_a_blob_that_was_truncated_earlier_is_an_error_when_it_is_opened(
     store: LocalStore, options: dict[str, Any]
 ) -> None:

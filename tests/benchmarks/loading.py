@@ -161,7 +161,8 @@ def main() -> None:
             "safetensors, one file": lambda: load_file(file),
             "safetensors, 200 blobs": of_blobs,
             "blobstore": ours,
-            "blobstore, prefetch=read": lambda: ours(prefetch="read"),
+            "blobstore, read=mmap": lambda: ours(read="mmap"),
+            "blobstore, read=populate": lambda: ours(read="populate"),
             "blobstore, read=pread": lambda: ours(read="pread"),
         }
 

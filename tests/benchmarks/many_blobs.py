@@ -15,19 +15,14 @@ from typing import Any
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.models.checks import Verify
-from blobstore.models.memory import Prefetch, Read
+from blobstore.models.read_strategy import Read
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
 
 _COUNT = 70_000
 _SHAPE = (8, 8)
-_MODES: list[tuple[Read, Prefetch | None]] = [
-    ("mmap", None),
-    ("mmap", "willneed"),
-    ("mmap", "read"),
-    ("pread", None),
-]
+_MODES: tuple[Read, ...] = ("auto", "mmap", "populate", "pread")
 _LEVELS: tuple[Verify, ...] = ("size", "none")
 
 
@@ -53,10 +48,10 @@ def main() -> None:
             "create": [common.timed(lambda: blobstore.create(source, "m", store=store))],
             "gc": [common.timed(lambda: collect_garbage(store=store, older_than=0, force=True))],
         }
-        for read, prefetch in _MODES:
+        for read in _MODES:
             for verify in _LEVELS:
-                name = f"open, {read if prefetch is None else f'prefetch={prefetch}'}, {verify}"
-                load = partial(_load, store, read=read, prefetch=prefetch, verify=verify)
+                load = partial(_load, store, read=read, verify=verify)
+                name = f"open, {read}, {verify}"
                 seconds[name] = [common.timed(load) for _ in range(options.rounds)]
         print(f"{count:,} blobs\n")
         common.table(seconds, "create")

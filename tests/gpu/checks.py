@@ -549,7 +549,7 @@ def bench(lane: Lane) -> None:
     copies = ["pageable, one by one", "pinned, one by one", "in the buffers of open"]
     if not lane.is_gpu:
         del copies[1]
-    loads = [f'open(device="{device}"{way})' for way in ("", ', prefetch="read"', ', read="pread"')]
+    loads = [f'open(device="{device}"{way})' for way in ("", ', read="populate"', ', read="pread"')]
     assert [(one["place"], one["how"]) for one in rows] == [
         *(("host memory", how) for how in copies),
         *(("disk", how) for how in loads),

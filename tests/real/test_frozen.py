@@ -11,7 +11,7 @@ import transformers
 
 import blobstore
 from blobstore.integrations.transformers import from_store
-from blobstore.models.memory import Read
+from blobstore.models.read_strategy import Read
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore

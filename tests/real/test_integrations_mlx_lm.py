@@ -250,7 +250,7 @@ def test_settings_reach_the_loader(store: LocalStore, tmp_path: Path) -> None:
     assert mx.array_equal(logits(ours), logits(theirs))
     assert reported
     with pytest.raises(UsageError, match="nothing"):
-        integration.load(NAME, store=store, prefetch="nothing")
+        integration.load(NAME, store=store, read="nothing")  # type: ignore[arg-type]
 
 
 def test_settings_reach_mlx_lm(store: LocalStore, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_transformers_computes_the_same(
     address = put(tmp_path / "source")
     other = LocalStore(tmp_path / "other")
     if cache == "keep":
-        blobstore.open(address, store=other, prefetch="read").close()
+        blobstore.open(address, store=other, read="populate").close()
     assert torch.equal(logits(from_store(address, store=other)), logits(model))
     assert config_from_store(address, store=other).model_type == model.config.model_type
 

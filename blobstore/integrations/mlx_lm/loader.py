@@ -58,7 +58,7 @@ def load(
         lazy: let mlx-lm compute converted weights on first use.
         tokenizer_config: settings of the tokenizer.
         model_config: values that replace those of the config.
-        opening: ``verify``, ``read``, ``prefetch`` and ``progress`` of :func:`blobstore.open`.
+        opening: ``verify``, ``read`` and ``progress`` of :func:`blobstore.open`.
 
     Raises:
         ModelNotFound: the store has no such name.

@@ -122,6 +122,8 @@ class Weights:
         is_decoded = any(kind in DECODED for kind, _ in stored.quantized.values())
         # Views of the maps, unless some tensors are decoded: all of these would take too much memory.
         views = stored if is_decoded else stored.tensors()
+        if is_decoded:
+            stored.read_ahead()
         for runtime, name in self._single.items():
             yield name, copied(views[runtime], specs[runtime])
         for runtime, names in self._naming.split.items():

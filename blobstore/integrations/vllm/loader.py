@@ -132,12 +132,12 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             return device if stored.quantized else "cpu"
 
     def _takes_parts(self, stored: Model) -> bool:
-        """Return whether this process reads only what it copies, of a remote model."""
+        """Return whether this process reads only what it copies, of a model on a network."""
         is_one_of_many = get_current_vllm_config().parallel_config.world_size > 1
         if not is_one_of_many or self._device != "cpu" or self._is_published:
             return False
         blobs = (layer.digest for layer in stored.manifest.layers_of(media_types.TENSOR))
-        return not all(map(stored.store.is_local, blobs))
+        return stored.reading.how == "pread" or not all(map(stored.store.is_local, blobs))
 
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:

@@ -17,7 +17,7 @@ from blobstore.integrations.source_names import is_dequantized, modelopt_setting
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify
 from blobstore.models.frameworks import NAMES
-from blobstore.models.memory import Prefetch, Read
+from blobstore.models.read_strategy import Read
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import MODELOPT_FILE
@@ -48,9 +48,8 @@ class Settings:
     manifest: str | None = None
     """The digest that the model's manifest must have, so that all processes load the same model."""
     verify: Verify = "size"
-    """As in :func:`blobstore.open`, like ``read`` and ``prefetch``."""
-    read: Read = "mmap"
-    prefetch: Prefetch | None = None
+    """As in :func:`blobstore.open`, like ``read``."""
+    read: Read = "auto"
     strict: bool = True
     """Fail if tensors are missing or vLLM does not use some; otherwise only log that."""
 
@@ -97,7 +96,6 @@ class Settings:
             dequantize=dequantize,
             verify=self.verify,
             read=self.read,
-            prefetch=self.prefetch,
         ) as model:
             found = str(Digest.of(model.data))
             if self.manifest not in (None, found):
@@ -111,7 +109,6 @@ class Settings:
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "verify": get_args(Verify),
     "read": get_args(Read),
-    "prefetch": (None, *get_args(Prefetch)),
 }
 
 
@@ -134,8 +131,7 @@ def engine_options(
     *,
     store: StoreLike = None,
     verify: Verify = "size",
-    read: Read = "mmap",
-    prefetch: Prefetch | None = None,
+    read: Read = "auto",
     strict: bool = True,
     dequantize: bool | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -149,7 +145,6 @@ def engine_options(
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         verify: as in :func:`blobstore.open`. The check runs here, before vLLM takes any memory.
         read: as in :func:`blobstore.open`.
-        prefetch: as in :func:`blobstore.open`.
         strict: fail if tensors are missing or vLLM does not use some.
         dequantize: give vLLM plain values of FP8 weights, of NVFP4 weights with global scales and of
             symmetric integers, and not the weights for its own kernels. The default is to do so
@@ -172,7 +167,6 @@ def engine_options(
                 manifest=str(Digest.of(model.data)),
                 verify="size",
                 read=read,
-                prefetch=prefetch,
                 strict=strict,
             )
             check_types(model)

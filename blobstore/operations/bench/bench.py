@@ -58,7 +58,7 @@ _REQUEST: Final = 8 << 20
 _PAGE: Final = 4096
 _MAX_BARE: Final = 4 << 30
 """Bytes that bare reads read at most."""
-_WAYS: Final[tuple[dict[str, Any], ...]] = ({}, {"prefetch": "read"}, {"read": "pread"})
+_WAYS: Final[tuple[dict[str, Any], ...]] = ({}, {"read": "populate"}, {"read": "pread"})
 """The options of ``open`` that are compared."""
 _MAPPED: Final = _WAYS[:2]
 """Measurements that leave bytes in the page cache, or in a remote."""
@@ -377,6 +377,7 @@ def _opened(
     how, size = call_of_open(way), 0
     started = time.perf_counter()
     with open_model(subject, **options, **way) as model:
+        reading = model.read_ahead()
         for name in model:
             interrupts.check()
             data = model.view(name).data
@@ -385,7 +386,11 @@ def _opened(
             sum(data.cast("B")[::_PAGE])
             pool.report(data.nbytes, how)
     seconds = time.perf_counter() - started
-    return Measurement(place=place, reader="open", how=how, size=size, seconds=seconds)
+    if place == "network":
+        reading = None
+    return Measurement(
+        place=place, reader="open", how=how, size=size, seconds=seconds, reading=reading
+    )
 
 
 def _result(subject: str, done: Sequence[Measurement], notices: Sequence[str]) -> Benchmark:

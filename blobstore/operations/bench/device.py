@@ -121,7 +121,9 @@ def runs_to(
     free = available_memory() if free is None else free
     parts = 1 if fits(total, free) else _parts(specs, target.device, free, notices)
     if parts > 1:  # the others bring all of the model into memory of the host
-        ways = [way for way in ways if not way or ("read" in way and target.has_stream)]
+        ways = [
+            way for way in ways if not way or (way.get("read") == "pread" and target.has_stream)
+        ]
     runs = _copies(target, _first(specs, min(free // 2, _MAX_COPIED)), jobs, notices)
     size = total // parts
     for place, way in itertools.product(before, ways):
@@ -259,7 +261,7 @@ def _loaded(
     options: dict[str, Any] = {"device": target.device} | way
     how = call_of_open(options)
     # Maps become memory of this process only when they are copied.
-    is_mapped = target.has_views and "read" not in way
+    is_mapped = target.has_views and way.get("read") != "pread"
     release(target.device)
     found, size = [], 0
     started = time.perf_counter()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.core.workers import WorkerPool
+    from blobstore.models.read_strategy import ReadStrategy
 
 Place = Literal["disk", "page cache", "network", "host memory"]
 
@@ -41,6 +42,8 @@ class Measurement:
     seconds: float
     device: str | None = None
     """The device into whose memory they were copied, if any."""
+    reading: ReadStrategy | None = None
+    """How ``open`` read files."""
 
     @property
     def rate(self) -> float:
@@ -133,6 +136,8 @@ def advice_of(done: Sequence[Measurement]) -> tuple[str, ...]:
         source = place if device is None else f"{place} to {device}"
         what, limit = _limit(done, best)
         share = best.rate / limit
+        if (chosen := ways[0].reading) is not None:
+            advice.append(f"{source}: {ways[0].how} reads with {chosen.how}: {chosen.reason}")
         near = f"reaches {share:.0%} of" if share < 1 else "is as fast as"  # maps need no copies
         advice.append(f"{source}: {best.how} {near} {what}")
         if best.rate > _BETTER * ways[0].rate:

@@ -18,6 +18,7 @@ from blobstore.manifests import media_types
 from blobstore.models.metrics import read_metrics
 from blobstore.models.model_card import config_of_source
 from blobstore.models.published import published_scheme
+from blobstore.models.read_strategy import ReadChooser
 from blobstore.models.small_files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.sign.report import signatures_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.models.read_strategy import ReadStrategy
     from blobstore.operations.sign.report import CheckedSignature
     from blobstore.store.protocols import ModelInspector
 
@@ -117,6 +119,8 @@ class ModelDescription:
     """What a user should know about how the model is served."""
     signatures: tuple[CheckedSignature, ...] | None = None
     """The signatures of the model, checked with the keys of the policy; None for a remote model."""
+    reading: ReadStrategy | None = None
+    """How ``open`` reads all blobs as things are now, and why; None for a remote model."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers of its ``metrics.json``, such as the loss of a training step."""
 
@@ -165,7 +169,9 @@ def describe_model(
         found = _describe(reader, name)
     if not is_address(reference):
         digest = Digest.of(local.read_manifest(reference))
-        return replace(found, signatures=signatures_of(local, digest))
+        weights = [blob for blob in found.blobs if blob.media_type in media_types.WEIGHTS]
+        reading = ReadChooser(local).for_all([(blob.digest, blob.size) for blob in weights])
+        return replace(found, signatures=signatures_of(local, digest), reading=reading)
     from blobstore.remotes.model_reader import RemoteReader
 
     notices = reader.notices if isinstance(reader, RemoteReader) else ()

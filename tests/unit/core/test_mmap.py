@@ -178,9 +178,19 @@ def test_populates_mapped_files(tmp_path: Path) -> None:
     region = MappedRegion([PAGE * 3, 0])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     for slot, size in ((0, PAGE * 3), (1, 0)):
-        region.will_need(slot, size)
         region.populate(slot, 0, size)
+        assert region.background_populate()(slot, 0, size)
     assert region.memory[: PAGE * 3] == b"x" * PAGE * 3
+
+
+def test_populating_in_the_background_ends_with_the_memory(tmp_path: Path) -> None:
+    region = MappedRegion([PAGE])
+    put(region, 0, file(tmp_path, b"x" * PAGE))
+    populate, memory = region.background_populate(), region.memory
+    del region
+    assert populate(0, 0, PAGE)
+    del memory
+    assert not populate(0, 0, PAGE)
 
 
 def test_populates_without_support_of_the_system(

@@ -24,18 +24,18 @@ def serve(served: list[ServerOptions], *arguments: str) -> int:
 def test_passes_on_model_store_and_the_server_s_own_options(tmp_path: Path) -> None:
     served: list[ServerOptions] = []
     options = ("--store", str(tmp_path), "--verify", "digest", "--read", "pread")
-    assert serve(served, "m:1", *options, "--port", "80", "--prefetch", "read") == 0
+    assert serve(served, "m:1", *options, "--port", "80") == 0
     (one,) = served
     assert one.name == "m:1"
     assert one.store.root == tmp_path
-    assert one.opening == {"verify": "digest", "read": "pread", "prefetch": "read"}
+    assert one.opening == {"verify": "digest", "read": "pread"}
     assert one.rest == ["--port", "80"]
 
 
 def test_has_the_defaults_of_the_library() -> None:
     served: list[ServerOptions] = []
     assert serve(served, "m") == 0
-    assert served[0].opening == {"verify": "size", "read": "mmap", "prefetch": None}
+    assert served[0].opening == {"verify": "size", "read": "auto"}
 
 
 def test_accepts_no_abbreviated_options() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.system import MapCounts, map_counts
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, TooManyMaps, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, TooManyMaps
 from blobstore.models import memory as memory_module
 from blobstore.models.memory import _REQUEST, ModelMemory
 from blobstore.models.small_files import ModelFiles
@@ -51,20 +51,19 @@ def memory_of(store: LocalStore, blobs: Blobs, **options: Any) -> ModelMemory:
     return ModelMemory(ModelFiles.of("m", store), blobs, **options)
 
 
-WAYS = [("mmap", None), ("mmap", "willneed"), ("mmap", "read"), ("pread", None)]
+WAYS = ["mmap", "populate", "pread"]
 
 
-@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+@pytest.mark.parametrize("read", WAYS)
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_loads_all_blobs(
     store: LocalStore,
     blobs: Blobs,
     contents: list[bytes],
     read: str,
-    prefetch: str | None,
     is_writable: bool,
 ) -> None:
-    memory = memory_of(store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    memory = memory_of(store, blobs, read=read, is_writable=is_writable)
     region = memory.load(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
@@ -95,23 +94,19 @@ def test_a_blob_is_loaded_once_and_keeps_what_was_written_to_it(
     assert Path(store.blob_path(blobs[0][0])).read_bytes() == contents[0]
 
 
-@pytest.mark.parametrize(("read", "prefetch"), WAYS)
-def test_a_missing_blob_is_an_error(
-    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
-) -> None:
+@pytest.mark.parametrize("read", WAYS)
+def test_a_missing_blob_is_an_error(store: LocalStore, blobs: Blobs, read: str) -> None:
     for slot in (1, 3):
         Path(store.blob_path(blobs[slot][0])).unlink()
-        memory = memory_of(store, blobs, read=read, prefetch=prefetch)
+        memory = memory_of(store, blobs, read=read)
         with pytest.raises(BlobMissing):
             memory.load([slot])
 
 
-@pytest.mark.parametrize(("read", "prefetch"), WAYS)
-def test_a_blob_of_another_size_is_an_error(
-    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
-) -> None:
+@pytest.mark.parametrize("read", WAYS)
+def test_a_blob_of_another_size_is_an_error(store: LocalStore, blobs: Blobs, read: str) -> None:
     os.truncate(store.blob_path(blobs[3][0]), _REQUEST)
-    memory = memory_of(store, blobs, read=read, prefetch=prefetch)
+    memory = memory_of(store, blobs, read=read)
     with pytest.raises(BlobDamaged, match=f"it has {_REQUEST} bytes, expected {_REQUEST + 3}"):
         memory.load(range(len(blobs)))
 
@@ -125,14 +120,10 @@ def test_a_blob_that_was_read_survives_truncation(
     assert bytes(memoryview(region.memory)[region.offsets[4] :][:70_000]) == contents[4]
 
 
-@pytest.mark.parametrize(("read", "prefetch"), [("mmap", "read"), ("pread", None)])
-def test_reports_the_bytes_that_were_waited_for(
-    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None
-) -> None:
+@pytest.mark.parametrize("read", ["populate", "pread"])
+def test_reports_the_bytes_that_were_waited_for(store: LocalStore, blobs: Blobs, read: str) -> None:
     steps: list[tuple[str, int, int]] = []
-    memory = memory_of(
-        store, blobs, read=read, prefetch=prefetch, progress=lambda *step: steps.append(step)
-    )
+    memory = memory_of(store, blobs, read=read, progress=lambda *step: steps.append(step))
     memory.load(range(len(blobs)))
     assert steps[-1] == ("reading", sum(SIZES), sum(SIZES))
     reported = len(steps)
@@ -146,20 +137,20 @@ def test_prefetched_pages_are_in_memory(store: LocalStore, blobs: Blobs) -> None
 
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
-    region = memory_of(store, blobs, prefetch="read").load(range(len(blobs)))
+    region = memory_of(store, blobs, read="populate").load(range(len(blobs)))
     view = memoryview(region.memory)[region.offsets[3] :][: _REQUEST + 3]
     before = faults()
     assert len(bytes(view[::4096])) == 1025
     assert faults() - before < 100
 
 
-@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+@pytest.mark.parametrize("read", WAYS)
 def test_loads_what_is_not_in_the_page_cache(
-    store: LocalStore, blobs: Blobs, contents: list[bytes], read: str, prefetch: str | None
+    store: LocalStore, blobs: Blobs, contents: list[bytes], read: str
 ) -> None:
     for digest, _ in blobs:
         dropped(store.blob_path(digest))
-    region = memory_of(store, blobs, read=read, prefetch=prefetch).load(range(len(blobs)))
+    region = memory_of(store, blobs, read=read).load(range(len(blobs)))
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
 
@@ -171,7 +162,7 @@ def test_pread_does_not_fill_the_page_cache(
         pytest.skip("the file system keeps its files in memory")
     memory_of(store, blobs, read="pread").load(range(len(blobs)))
     assert not store.is_cached(*blobs[3])
-    memory_of(store, blobs, prefetch="read").load(range(len(blobs)))
+    memory_of(store, blobs, read="populate").load(range(len(blobs)))
     assert store.is_cached(*blobs[3])
 
 
@@ -188,7 +179,7 @@ def test_reads_if_the_page_cache_cannot_be_bypassed(
 def test_prefetching_a_truncated_blob_is_an_error(store: LocalStore, blobs: Blobs) -> None:
     region = memory_of(store, blobs).load(range(len(blobs)))
     os.truncate(store.blob_path(blobs[3][0]), 4096)
-    memory = memory_of(store, blobs, region=region, prefetch="read")
+    memory = memory_of(store, blobs, region=region, read="populate")
     with pytest.raises(BlobDamaged, match="it has 4096 bytes, expected"):
         memory.load(range(len(blobs)))
 
@@ -213,21 +204,6 @@ def test_a_closed_model_loads_nothing(store: LocalStore, blobs: Blobs) -> None:
         memory.load([0])
 
 
-@pytest.mark.parametrize(
-    ("read", "prefetch", "message"),
-    [
-        ("copy", None, "read must be mmap or pread, got 'copy'"),
-        ("mmap", "all", "prefetch must be willneed, read or None, got 'all'"),
-        ("pread", "read", "prefetch is for mapped blobs"),
-    ],
-)
-def test_rejects_unknown_ways_of_reading(
-    store: LocalStore, blobs: Blobs, read: str, prefetch: str | None, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        memory_of(store, blobs, read=read, prefetch=prefetch)
-
-
 def test_cold_blobs_are_decompressed_next_to_mapped_ones(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2, "z": 3})
     freeze_models(["a"], store=store)
@@ -236,7 +212,7 @@ def test_cold_blobs_are_decompressed_next_to_mapped_ones(store: LocalStore) -> N
     assert forms_of(store, "a") == {"x": "cold", "y": "hot", "z": "cold"}
     blobs = [(item.digest, item.size) for item in layers(store, "a").values()]
     reported: list[tuple[int, int]] = []
-    for options in ({}, {"read": "pread"}, {"prefetch": "read"}, {"is_writable": True}):
+    for options in ({}, {"read": "pread"}, {"read": "populate"}, {"is_writable": True}):
         memory = ModelMemory(
             ModelFiles.of("a", store),
             blobs,
@@ -261,17 +237,16 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("many")
-@pytest.mark.parametrize(("read", "prefetch"), WAYS)
+@pytest.mark.parametrize("read", WAYS)
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_small_blobs_of_a_model_of_many_are_read(
     store: LocalStore,
     blobs: Blobs,
     contents: list[bytes],
     read: str,
-    prefetch: str | None,
     is_writable: bool,
 ) -> None:
-    memory = memory_of(store, blobs, read=read, prefetch=prefetch, is_writable=is_writable)
+    memory = memory_of(store, blobs, read=read, is_writable=is_writable)
     for slots in ([2], range(len(blobs))):
         region = memory.load(slots)
         os.truncate(store.blob_path(blobs[2][0]), 0)

@@ -880,9 +880,7 @@ def test_a_forged_index_cannot_change_the_quantization_type(tmp_path: Path, know
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"read": "pread"}, {"prefetch": "read"}, {"prefetch": "willneed"}]
-)
+@pytest.mark.parametrize("options", [{"read": "mmap"}, {"read": "pread"}, {"read": "populate"}])
 @pytest.mark.parametrize("framework", ["numpy", "torch", "mlx"])
 def test_returns_the_same_tensors_however_they_are_read(
     either: LocalStore, options: dict[str, Any], framework: Any
@@ -970,7 +968,7 @@ def test_a_worker_process_shares_the_page_cache(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     arrays = {f"w{number}": random.integers(0, 256, 4 << 20, dtype=np.uint8) for number in range(4)}
     blobstore.create(write_folder(tmp_path / "model", arrays), "m", store=store)
-    with blobstore.open("m", store=store, prefetch="read") as model:
+    with blobstore.open("m", store=store, read="populate") as model:
         total = sum(int(array.sum(dtype=np.uint64)) for array in model.values())
         found = subprocess.run(
             [sys.executable, "-c", WORKER],
@@ -1020,7 +1018,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
         {"read": "mmap"},
         {"read": "pread"},
         {"read": "pread", "verify": "none"},
-        {"prefetch": "read"},
+        {"read": "populate"},
         {"verify": "header"},
         {"verify": "rehash"},
     ],
@@ -1082,7 +1080,7 @@ LAZY: list[dict[str, Any]] = [
     {"read": "pread", "verify": "digest"},
     {"read": "pread", "verify": "none"},
 ]
-WAYS = [{}, {"prefetch": "read"}, {"read": "pread"}, {"verify": "header"}, *LAZY]
+WAYS = [{}, {"read": "populate"}, {"read": "pread"}, {"verify": "header"}, *LAZY]
 
 OTHERS = {f"other.{number}": np.arange(number) for number in range(30)}
 

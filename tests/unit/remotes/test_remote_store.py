@@ -317,7 +317,7 @@ def test_damaged_bytes_are_not_used(
     assert not other.has(layer.digest)
 
 
-@pytest.mark.parametrize("options", [{"verify": "digest"}, {"prefetch": "read"}])
+@pytest.mark.parametrize("options", [{"verify": "digest"}, {"read": "populate"}])
 def test_all_blobs_can_be_read_before_the_model_is_used(
     local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read, options: dict[str, Any]
 ) -> None:

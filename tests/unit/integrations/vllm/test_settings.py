@@ -38,7 +38,6 @@ def test_accepts_all_settings() -> None:
         "manifest": "sha256:00",
         "verify": "digest",
         "read": "pread",
-        "prefetch": "read",
         "strict": False,
     }
     settings = Settings.parse(given)
@@ -47,7 +46,7 @@ def test_accepts_all_settings() -> None:
 
 def test_requires_only_a_name() -> None:
     assert Settings.parse({"name": "m"}) == Settings(
-        name="m", store=None, manifest=None, verify="size", read="mmap", prefetch=None, strict=True
+        name="m", store=None, manifest=None, verify="size", read="auto", strict=True
     )
 
 
@@ -64,9 +63,8 @@ def test_requires_only_a_name() -> None:
         ({"name": None}, "has name 'None', which must be a non-empty string"),
         ({"name": "m", "store": ""}, "has store '', which must be a non-empty string"),
         ({"name": "m", "store": 1}, "has store '1', which must be a non-empty string"),
-        ({"name": "m", "read": "fast"}, 'has read \'fast\', which must be one of "mmap", "pread"'),
+        ({"name": "m", "read": "fast"}, 'has read \'fast\', which must be one of "auto", "mmap", '),
         ({"name": "m", "verify": ["size"]}, "has verify '['size']', which must be one of "),
-        ({"name": "m", "prefetch": "all"}, "has prefetch 'all', which must be one of null, "),
         ({"name": "m", "strict": 1}, "has strict '1', which must be true or false"),
     ],
 )

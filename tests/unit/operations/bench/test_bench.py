@@ -22,7 +22,7 @@ from tests.support.gguf_files import gguf_file
 from tests.support.models import dense_tensors, write_folder
 from tests.support.registry import running_registry
 
-WAYS = ["1 thread", "8 threads", "open()", 'open(prefetch="read")', 'open(read="pread")']
+WAYS = ["1 thread", "8 threads", "open()", 'open(read="populate")', 'open(read="pread")']
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_registry_is_measured(store: LocalStore, tmp_path: Path) -> None:
         push_model("dense", f"{server.host}/dense", store=store)
         found = measure_reading(f"oci://{server.host}/dense")
 
-    ways = ["1 thread", "16 threads", "open()", 'open(prefetch="read")']
+    ways = ["1 thread", "16 threads", "open()", 'open(read="populate")']
     assert [(one.place, one.how) for one in found.measurements] == [
         ("network", way) for way in ways
     ]

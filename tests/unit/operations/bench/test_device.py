@@ -23,7 +23,7 @@ from tests.support.models import dense_tensors, write_folder
 COUNT, SIZE = 40, 64 << 10
 LOADS = [
     'open(device="{}")',
-    'open(device="{}", prefetch="read")',
+    'open(device="{}", read="populate")',
     'open(device="{}", read="pread")',
 ]
 

@@ -638,7 +638,7 @@ READING: list[dict[str, Any]] = [
     {"verify": "none"},
     {"verify": "header"},
     {"verify": "digest"},
-    {"prefetch": "read"},
+    {"read": "populate"},
     {"read": "pread", "verify": "none"},
 ]
 
