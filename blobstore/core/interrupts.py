@@ -138,13 +138,19 @@ def signal_name() -> str:
 
 
 def exit_after(seconds: float) -> None:
-    """End the process after a request as SIGKILL does, unless it has ended in so many seconds.
+    """End the process as SIGKILL does so many seconds after a request, unless it has ended by then.
 
-    That is for programs whose clean-up a disk, a lock or a pipe may block, and which nothing else would end.
+    Call it before the request: the main thread of a program may be blocked by a disk, a lock or a pipe when that comes.
     """
-    timer = threading.Timer(seconds, os._exit, [128 + _State.number])
-    timer.daemon = True
-    timer.start()
+
+    def wait() -> None:
+        while not _State.number:
+            time.sleep(POLL)
+        time.sleep(seconds)
+        os._exit(128 + _State.number)
+
+    if _State.is_listening:
+        threading.Thread(target=wait, name="blobstore-exit", daemon=True).start()
 
 
 def cause(error: BaseException) -> Stopped | None:

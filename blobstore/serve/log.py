@@ -19,20 +19,21 @@ MAX_LINES: Final = 4096
 """Lines that wait, of at most about 6 kB each. The reader of the log may stop reading, and clients go on."""
 
 
-def write_line(write: Callable[[str], object] | None, **fields: object) -> None:
-    """Write a line of JSON, unless there is no log: the time, and the fields that are not empty, escaped and shortened."""
-    if write is None:
-        return
+def _line(fields: dict[str, object]) -> str:
+    """Return a line of JSON: the time, and the fields that are not empty, escaped and shortened."""
     shown = {
         name: escape(value, 500) if isinstance(value, str) else value
         for name, value in fields.items()
         if value != ""
     }
-    write(json.dumps({"time": round(time.time(), 3), **shown}))
+    return json.dumps({"time": round(time.time(), 3), **shown})
 
 
 class Log:
-    """Lines that wait until they are written, at most :data:`MAX_LINES`. Threads may share it."""
+    """Lines that wait until they are written, at most :data:`MAX_LINES`. Threads may share it.
+
+    Only :meth:`flush` writes, which may wait for ever: nothing else that a server does may wait for its log.
+    """
 
     def __init__(self, write: Callable[[str], object] | None) -> None:
         """Write nothing yet; None if nothing is ever written."""
@@ -43,7 +44,7 @@ class Log:
     def note(self, **fields: object) -> None:
         """Add a line with these fields; the oldest one goes if nobody has read so many."""
         self._dropped += len(self.lines) == MAX_LINES
-        write_line(self.lines.append, **fields)
+        self.lines.append(_line(fields))
 
     def flush(self) -> None:
         """Write all lines, which may wait for a disk."""
@@ -53,7 +54,7 @@ class Log:
                 lines.append(self.lines.popleft())
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            write_line(lines.append, dropped=dropped)
+            lines.append(_line({"dropped": dropped}))
         if lines and self.write is not None:
             self.write("\n".join(lines))
 

@@ -34,7 +34,6 @@ from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for, is_exact
 from blobstore.serve.hub_calls import tags_of
-from blobstore.serve.log import write_line
 from blobstore.serve.messages import PEER
 from blobstore.serve.model_fetches import ModelFetches
 from blobstore.serve.names import MAIN, any_tag, name_of
@@ -89,7 +88,7 @@ class PullThrough:
         fresh: float,
         token: str = "",
         max_size: int | None = None,
-        log: Callable[[str], object] | None = None,
+        note: Callable[..., object] = lambda **_: None,
     ) -> None:
         """Lock the folder of arriving files, and fetch nothing yet.
 
@@ -100,7 +99,7 @@ class PullThrough:
             fresh: seconds for which an answer of the upstream holds.
             token: asks the upstream for clients that have no token of their own.
             max_size: bytes that fetched models may have in all; None for no limit.
-            log: called with a line of JSON for each model that was fetched or removed.
+            note: called with the fields of a line for the log. It must not wait.
 
         Raises:
             StoreBusy: another process fetches models into the store.
@@ -108,7 +107,7 @@ class PullThrough:
         """
         self._library, self._store = library, library.store
         self._holds = max(fresh, 1)  # long enough for the next request to use the answer
-        self._note = partial(write_line, log)
+        self._note = note
         self.peers = Peers(self._store, peers, self._note)
         self._rights = Rights(library.pulled, has_token=bool(token))
         self._upstreams = Upstreams(upstream, token, self.peers, self._rights)

@@ -15,7 +15,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
-from blobstore.serve.log import write_line
+from blobstore.serve.log import Log
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.serve.visible import Visible
@@ -94,14 +94,16 @@ def serve(
     if upstream is None and (upstream_token_file is not None or max_size is not None):
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
+    lines = Log(log)
     if token_file is not None:
-        access: Callable[[], Access] = _TokenFile(token_file, log)
+        access: Callable[[], Access] = _TokenFile(token_file, lines)
     else:
         fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
         access = lambda: fixed  # noqa: E731
 
     load_decoder()
     with contextlib.ExitStack() as stack:
+        stack.callback(lines.flush)  # of what is noted after the server has ended
         through = None
         if upstream is not None or peers:
             with optional_libraries():
@@ -119,7 +121,7 @@ def serve(
                 fresh=fresh,
                 token=token,
                 max_size=max_size,
-                log=log,
+                note=lines.note,
             )
             stack.enter_context(contextlib.closing(through))
 
@@ -138,7 +140,7 @@ def serve(
             on_ready=on_ready,
             stop=stop,
             tidy=library.release_idle,
-            log=log,
+            log=lines,
             heals=upstream is not None,
             drain=drain,
         )
@@ -167,11 +169,9 @@ class _TokenFile:
     A token that is no longer in the file is refused, even if the file has faults.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], log: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], log: Log | None = None) -> None:
         """Read the file. Raises BlobstoreError or UsageError."""
-        self._path, self._log = Path(path), log
+        self._path, self._log = Path(path), log or Log(None)
         self._version: FileVersion | None = None
         self._wrong: BlobstoreError | None = None
         self._look()
@@ -183,7 +183,7 @@ class _TokenFile:
             before = str(self._wrong)
             self._look()
             if self._wrong is not None and str(self._wrong) != before:
-                write_line(self._log, error=str(self._wrong))
+                self._log.note(error=str(self._wrong))
         return Access(self.tokens)
 
     def _look(self) -> None:

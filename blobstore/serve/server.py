@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     The function that it gets returns the server's metrics.
     """
-    Write = Callable[[str], object]
-    """Writes lines of a log. It is called on a thread of its own."""
 
 MAX_CONNECTIONS = capacity.CONNECTIONS.most
 _OTHER_FILES = 64
@@ -112,13 +110,13 @@ class Server:
     def __init__(
         self,
         store: LocalStore,
-        log: Write | None,
+        log: Log | None = None,
         *,
         in_threads: bool = False,
         heals: bool = False,
         drain: float = DRAIN_SECONDS,
     ) -> None:
-        """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
+        """Send blobs of ``store``, and add a line to ``log`` for each request.
 
         With ``in_threads``, requests are answered on threads, because answers are slow; those with a body always are.
         With ``heals``, a request whose response is damaged is answered once more. When the server is asked to stop,
@@ -137,7 +135,7 @@ class Server:
         self._garbage = OldGarbage()
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
-        self._log = Log(log)
+        self._log = log or Log(None)
         self._connections: Callable[[], int] = lambda: 0
 
     async def run(
@@ -191,13 +189,13 @@ class Server:
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, self._collect)),
         ]
+        # Even if a thread is blocked by then, by a disk or by a log that is not read.
+        interrupts.exit_after(self._drain)
         try:
             on_ready()
             await _until(lambda: interrupts.is_requested() or stop())
         finally:
             if request := interrupts.signal_name():
-                # Even if a thread is blocked, by a disk or by a log that is not read.
-                interrupts.exit_after(self._drain)
                 self._log.note(stopping=request, open_requests=self.metrics.open_requests)
             # In this order: no new connections, no more waits, then the end of responses.
             listening.close()
@@ -554,7 +552,7 @@ def run_server(
     on_ready: Callable[[str], object],
     stop: Callable[[], bool] = lambda: False,
     tidy: Callable[[], object] = lambda: None,
-    log: Write | None = None,
+    log: Log | None = None,
     in_threads: bool = False,
     heals: bool = False,
     drain: float = DRAIN_SECONDS,

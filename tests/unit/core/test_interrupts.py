@@ -260,10 +260,10 @@ print("goes on", flush=True)
 def test_a_clean_up_that_is_blocked_does_not_keep_a_program_from_ending() -> None:
     result = _run(
         """
+interrupts.exit_after(0.01)
 assert interrupts.signal_name() == ""
 send(signal.SIGTERM)
 assert interrupts.signal_name() == "SIGTERM"
-interrupts.exit_after(0.01)
 threading.Event().wait()
 """
     )

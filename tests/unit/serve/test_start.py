@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import urllib.request
@@ -14,10 +15,11 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.serve import start
+from blobstore.serve import serve, start
 from blobstore.serve.library import Library
 from blobstore.serve.start import start_server
 from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer
 
 
 def get(url: str) -> HTTPResponse:
@@ -35,6 +37,34 @@ def test_serves_until_it_is_closed(library: Library) -> None:
         get(server.url)
     server.close()
     assert "blobstore-server" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_waiting(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("httpx2", reason="it is in the extra [registry]")
+    monkeypatch.setattr(serve, "_LOOK_SECONDS", -1)
+    tokens, is_read = tmp_path / "tokens", threading.Event()
+    tokens.write_text("0123456789abcdef\n")
+    with (
+        HubServer() as hub,
+        contextlib.closing(
+            start_server(
+                store=store, upstream=hub.url, token_file=tokens, log=lambda _: is_read.wait()
+            )
+        ) as server,
+        contextlib.ExitStack() as last,
+    ):
+        last.callback(is_read.set)
+        request = urllib.request.Request(f"{server.url}/org/none/resolve/main/config.json")
+        request.add_header("Authorization", "Bearer 0123456789abcdef")
+        for name in ("one", "two"):  # the log names a model that the upstream refuses, and faults
+            tokens.write_text(f"0123456789abcdef\n{name}\n")
+            request.full_url = f"{server.url}/org/{name}/resolve/main/config.json"
+            with pytest.raises(HTTPError) as caught:
+                urllib.request.urlopen(request, timeout=60)
+            with caught.value:
+                assert caught.value.code == 401
 
 
 def test_two_servers_of_one_process_end_one_by_one(library: Library) -> None:
