@@ -177,13 +177,20 @@ class CacheLimit:
         """Return what :func:`choose_evicted` returns. Raises BlobstoreError."""
         fetched, own = self._versions()
         # A forecast: the removal looks at the leases again, under the lock.
-        leased = {digest.hex for digest in self._store.read_leases().digests}
+        leased = self._leased()
 
         def freed(item: _Removable, only: set[str]) -> set[str] | None:
-            is_free = isinstance(item, _BrokenOff) or self._is_idle(item)
-            return only if is_free and only.isdisjoint(leased) else None
+            nonlocal leased
+            if not (isinstance(item, _BrokenOff) or self._is_idle(item)):
+                return None
+            if not only.isdisjoint(leased):
+                leased = self._leased()  # that of this process has just ended for an idle model
+            return only if only.isdisjoint(leased) else None
 
         return choose_evicted([*fetched, *self._broken_off()], own, most, freed)
+
+    def _leased(self) -> set[str]:
+        return {digest.hex for digest in self._store.read_leases().digests}
 
     def _broken_off(self) -> Iterator[_BrokenOff]:
         """Yield the files of interrupted fetches."""

@@ -105,6 +105,16 @@ def test_no_more_bytes_are_spent_than_were_claimed(limit: CacheLimit) -> None:
         claim.spend(1)
 
 
+def test_models_that_nobody_reads_any_more_make_space_for_the_first_who_needs_it(
+    limit: CacheLimit, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_limit, "IDLE_SECONDS", 0)
+    for name in names(store):  # from then on, this process has a lease of their blobs
+        assert ask(limit._library, f"/org/{name}/resolve/main/config.json").status == 200
+    claimed(limit, MOST).spend(MOST)
+    assert names(store) == []
+
+
 def test_models_that_are_in_use_by_then_stay_until_the_next_arrives(
     limit: CacheLimit, store: LocalStore
 ) -> None:
