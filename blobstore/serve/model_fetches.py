@@ -66,6 +66,9 @@ class ModelFetches:
         self._library, self._store, self.peers = library, library.store, peers
         self._limit, self._record, self._note = limit, record, note
         self._lock = threading.Lock()
+        """Held while it is decided what arrives under which name, which may wait for the store's lock."""
+        self._counting = threading.Lock()
+        """Held for moments, because the thread of the event loop takes it."""
         self.running: dict[Commit, Arrival] = {}
         self.failures: Expiring[Commit, Refusal] = Expiring(_MAX_FAILURES)
         self.ended_at: dict[Commit, float] = {}
@@ -85,8 +88,8 @@ class ModelFetches:
     @property
     def fetched(self) -> int:
         """Bytes that the upstream has sent."""
-        with self._lock:
-            return self._fetched + sum(arrival.fetched for arrival in self.running.values())
+        with self._counting:
+            return self._fetched + sum(one.fetched for one in list(self.running.values()))
 
     def begin(
         self,
@@ -253,9 +256,10 @@ class ModelFetches:
         with self._lock:
             for reference in arrival.names:
                 self._library.arriving.pop(reference, None)
-            del self.running[key]
+            with self._counting:
+                del self.running[key]
+                self._fetched += arrival.fetched
             self._library.pulled.release(key)
-            self._fetched += arrival.fetched
             self.models += arrival.created is not None
             if arrival.error is not None:
                 self.fail(key, as_refusal(arrival.error))

@@ -152,7 +152,8 @@ class OtherFiles:
         self._library, self._limit, self._arrivals = library, limit, arrivals
         self._ask, self._note = ask, note
         self._fetched = 0
-        self._lock = threading.Lock()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        """As those of :class:`ModelFetches`."""
         self._running: dict[_Key, OtherFile] = {}
         self._failures = Expiring[_Key, Refusal](_MAX_FAILURES)
 
@@ -168,8 +169,8 @@ class OtherFiles:
     @property
     def fetched(self) -> int:
         """Bytes that the upstream has sent."""
-        with self._lock:
-            return self._fetched + sum(fetch.fetched for fetch in self._running.values())
+        with self._counting:
+            return self._fetched + sum(one.fetched for one in list(self._running.values()))
 
     def content(self, asked: Asked, token: str, model: ServedModel, listed: ListedFile) -> Content:
         """Return a file of a model that the store lacks, as it arrives.
@@ -225,7 +226,7 @@ class OtherFiles:
         if fetch.error is not None:
             self._fail(key, as_refusal(fetch.error))
         # Last: until here, clients find this fetch, or its failure, and begin no other.
-        with self._lock:
+        with self._lock, self._counting:
             del self._running[key]
             self._fetched += fetch.fetched
         self._note(

@@ -78,6 +78,31 @@ def contexts() -> int:
     return sum(issubclass(type(one), ssl.SSLContext) for one in gc.get_objects())
 
 
+@pytest.fixture
+def fetched(through: PullThrough) -> Asked:
+    """Return a version that is in the store."""
+    assert ask(through, "/org/model/resolve/main/config.json") == 200
+    for fetch in list(through._fetches.running.values()):
+        assert fetch.ended.wait(60)
+    ((repository, commit),) = through._library.pulled.records()
+    return Asked(Reference.parse(repository), repository, commit)
+
+
+def test_metrics_do_not_wait_for_the_lock_of_the_store(
+    through: PullThrough, fetched: Asked, store: LocalStore
+) -> None:
+    name = fetched._replace(reference=Reference.parse("org/model:v2"), revision="v2")
+    naming = threading.Thread(target=through._fetches.begin, args=(name, fetched.revision))
+    with store.exclusive_lock():
+        naming.start()
+        while not through._fetches._lock.locked():
+            time.sleep(0.001)
+        assert "blobstore_upstream_models_total 1" in through.metrics()
+        assert through._fetches._lock.locked()
+    naming.join()
+    assert store.has_model("org/model:v2")
+
+
 HUB_ROUTES = {
     (True, ""): "/api/models/org/model",
     (True, "revision"): "/api/models/org/model/revision/main",
