@@ -499,7 +499,9 @@ class PullThrough:
                 self._tags.set(asked.reference, _Known(origin.commit, origin.peer), holds)
                 if is_public:
                     only = origin.commit if origin.peer else ""
-                    right = Right(origin.peer, EVERYONE, asked.repository, only, now, now + holds)
+                    # From now on: the upstream may have been silent for longer than that.
+                    until = time.monotonic() + holds
+                    right = Right(origin.peer, EVERYONE, asked.repository, only, now, until)
                     self._rights.give(right, {origin.commit})
             else:
                 message = "the upstream cannot be reached, or does not answer as a Hub"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 PATIENT: Final = Patience(attempts=8, longest=120)
 """How long a fetch waits for an upstream that is busy or gone."""
-IMPATIENT: Final = Patience(attempts=1, stall=10)
-"""The same if the store has an older answer."""
+IMPATIENT: Final = Patience(attempts=1, stall=4)
+"""The same if the store has an older answer, which clients get while they still wait."""
 _ANSWER: Final = Rule(is_hint=False, success=(200,), absent=REFUSALS)
 _FILE: Final = Rule(is_hint=False, success=(200, 206), absent=REFUSALS)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 
 from blobstore.core import capacity
-from blobstore.errors import StoreError
+from blobstore.errors import RemoteError, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.serve import hub, other_files, registry
@@ -86,6 +86,22 @@ def fetched(through: PullThrough) -> Asked:
         assert fetch.ended.wait(60)
     ((repository, commit),) = through._library.pulled.records()
     return Asked(Reference.parse(repository), repository, commit)
+
+
+def test_the_store_answers_for_an_upstream_however_long_that_was_silent(
+    through: PullThrough, fetched: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, clock = [400.0], time.monotonic  # longer than answers hold
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + sum(waited))
+
+    def silent(*_: object, **__: object) -> None:
+        waited.append(60)
+        assert len(waited) == 2, "the store's answer held only until before the question"
+        raise RemoteError("it is silent")
+
+    monkeypatch.setattr(through._upstreams, "find", silent)
+    assert ask(through, f"/{fetched.repository}/resolve/main/config.json") == 200
+    assert len(waited) == 2
 
 
 def test_metrics_do_not_wait_for_the_lock_of_the_store(

@@ -11,6 +11,7 @@ from blobstore.errors import UsageError
 from blobstore.http.protocol import Span, TransientError
 from blobstore.operations.create.create import create
 from blobstore.serve.refusal import Refusal
+from blobstore.serve.server import PATIENCE_SECONDS
 from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient, _expected
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
@@ -141,3 +142,10 @@ def test_a_refusal_has_the_name_to_which_the_upstream_led(tmp_path: Path) -> Non
         ):
             client.revision("org/old", "main")
     assert refused.value.repository == "org/model"
+
+
+def test_a_client_waits_longer_than_an_upstream_may_be_silent_twice_if_the_store_has_an_answer() -> (
+    None
+):
+    """It is asked for a revision, and for a file."""
+    assert 2 * IMPATIENT.stall <= PATIENCE_SECONDS
