@@ -30,6 +30,7 @@ _CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno
 _FICLONERANGE = 0x4020940D
 """Linux's request: source descriptor, offset, length, and the offset in the target."""
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MAPS = Path("/proc/self/maps")
 _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = Path("/proc/meminfo")
@@ -40,6 +41,13 @@ _MEMORY_GROUPS = (
 """Where a container reads its limit and what it uses, in both versions of Linux's control groups."""
 _GPUS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Devices of drivers for CUDA: NVIDIA's, that of Windows, and AMD's."""
+
+
+def booted_system() -> str:
+    """Return the identifier of the running kernel, which processes of other machines do not have; "" if unknown."""
+    with contextlib.suppress(OSError):
+        return _BOOT.read_text().strip()
+    return ""
 
 
 class MapCounts(NamedTuple):

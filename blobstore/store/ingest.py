@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, sync_folder, write_all
+from blobstore.core.files import FileState, pieces_of, sync_folder, write_all, write_all_at
+from blobstore.core.system import booted_system
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, StoreError
 from blobstore.store.partial import RUN_AGAIN, PartialBlob, remove_partial
@@ -177,6 +178,39 @@ class Ingest:
             with self._changed:
                 self._active -= 1
                 self._changed.notify_all()
+
+    @property
+    def machine_folder(self) -> str:
+        """The folder of temporary files and its machine, whose processes can write one file; "" if unknown."""
+        status, system = self._layout.temporary.stat(), booted_system()
+        return f"{system} {status.st_dev} {status.st_ino}" if system else ""
+
+    def write_parts(self, name: str, parts: Iterable[tuple[int, Iterable[Buffer]]]) -> None:
+        """Write parts of a temporary file that processes of one machine write together: positions and bytes.
+
+        Raises:
+            OSError: writing failed.
+            Cancelled: the import has ended.
+        """
+        path, descriptor = self._lease.create_file(name)
+        try:
+            for position, pieces in parts:
+                end = position
+                for piece in pieces:
+                    self._check_open()
+                    end = write_all_at(descriptor, piece, end)
+        except BaseException:
+            path.unlink(missing_ok=True)  # the import may have ended before there was a file
+            raise
+        finally:
+            self._lease.close_file(descriptor)
+
+    def add_parts(self, name: str, size: int) -> Ingested:
+        """Add the file of :meth:`write_parts` as a blob, when all processes have written theirs.
+
+        Raises as :meth:`add`.
+        """
+        return self._write(size, (), name)
 
     def add_hashed(self, digest: Digest, data: memoryview) -> None:
         """Add a blob from memory in which the caller has just hashed it. :meth:`publish` syncs it.
@@ -344,15 +378,19 @@ class Ingest:
             self._sync_later(os.open(self._layout.blob(digest), os.O_RDONLY | os.O_CLOEXEC))
         return Ingested(digest, size, written=False)
 
-    def _write(self, size: int, buffers: Iterable[Buffer]) -> Ingested:
-        path, descriptor = self._lease.create_file()
+    def _write(self, size: int, buffers: Iterable[Buffer], shared: str = "") -> Ingested:
+        path, descriptor = self._lease.create_file(shared)
         digester = Digester()
         is_new = False
         try:
-            for buffer in buffers:
+            if shared:
+                os.fchmod(descriptor, 0o444)
+                self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # while it is hashed
+            for buffer in pieces_of(descriptor) if shared else buffers:
                 self._check_open()
                 digester.update(buffer)
-                write_all(descriptor, buffer)
+                if not shared:
+                    write_all(descriptor, buffer)
             if digester.size != size:
                 raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
             digest = digester.digest()

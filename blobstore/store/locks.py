@@ -209,16 +209,18 @@ class Lease:
         # gc removes the file of a lease if its process seems dead. The open descriptor shows that.
         return os.fstat(self._descriptor).st_nlink == 0
 
-    def create_file(self) -> tuple[Path, int]:
+    def create_file(self, shared: str = "") -> tuple[Path, int]:
         """Return the path and the descriptor of a new temporary file, which belongs to this lease.
 
-        The caller closes it with :meth:`close_file`. Forked processes cannot write to it.
+        The caller closes it with :meth:`close_file`. Forked processes cannot write to it. With the name ``shared``,
+        other processes that have joined the lease open the same file.
         """
         folder, prefix = self._files
-        path = folder / f"{prefix}{next(_NUMBERS)}"
         # Read-only from the start: a descriptor that is open for writing stays usable.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o444)
+        path, access, mode = folder / f"{prefix}{next(_NUMBERS)}", os.O_WRONLY | os.O_EXCL, 0o444
+        if shared:
+            path, access, mode = folder / f"{self.name}-{shared}", os.O_RDWR | os.O_NOFOLLOW, 0o600
+        descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, mode)
         _WRITTEN.add(descriptor)
         give_to_owner(path)
         return path, descriptor

@@ -55,8 +55,12 @@ class Point(NamedTuple):
 POINTS = {
     "rank within the exchange": Point(1, dist, "all_to_all_single", 2, is_after=False),
     "coordinator within the exchange": Point(0, dist, "all_to_all_single", 2, is_after=False),
+    "rank that has written a part of a file": Point(1, os, "pwrite", 2, is_after=True),
+    "coordinator that hashes the file of all ranks": Point(
+        0, Ingest, "add_parts", 1, is_after=False
+    ),
     "rank that has written a blob": Point(1, WorkerIngest, "add", 1, is_after=True),
-    "rank that has written all": Point(1, dist, "all_reduce", 1, is_after=True),
+    "rank that has written all": Point(1, dist, "all_reduce", 3, is_after=True),
     "coordinator whose blobs have names": Point(0, Ingest, "publish", 1, is_after=True),
     "coordinator between the two names": Point(
         0, Names, "_give", 1, is_after=True, names=frozenset({"run:step-2.state"})
@@ -65,14 +69,14 @@ POINTS = {
 
 
 def _state(step: int, *, is_sharded: bool) -> dict[str, Any]:
-    def placed(value: float) -> torch.Tensor:
+    def placed(value: float, dimension: int = 0) -> torch.Tensor:
         tensor = torch.full((64, 64), value)
         if not is_sharded:
             return tensor
         mesh = init_device_mesh("cpu", (2,))
-        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        return distribute_tensor(tensor, mesh, [Shard(dimension)], src_data_rank=None)
 
-    model = {f"w{index}": placed(index * step + 0.5) for index in range(6)}
+    model = {f"w{index}": placed(index * step + 0.5, index % 2) for index in range(8)}
     return {"model": model, "optimizer": {"m": placed(-step)}, "step": step}
 
 

@@ -11,8 +11,10 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing.spawn import start_processes
 
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
+from blobstore.store.ingest import Ingest
 from tests.support.ports import free_port
 
 RANKS = 4
@@ -220,13 +223,16 @@ def change_on_some_ranks(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     mine = {"model": {name: tensor for name, tensor in tensors(2, mesh).items() if name != "large"}}
     writer = StoreWriter(folder / "one", model="model")
-    rounds = 0
-    original = dist.all_to_all_single
+    travelled: list[str] = []
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal rounds
-        rounds += 1
-        return original(*arguments, **options)
+    def noted(owner: Any, name: str) -> AbstractContextManager[Any]:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            travelled.append(name)
+            return function(*arguments, **options)
+
+        return patch.object(owner, name, call)
 
     def add(name: str, on: int) -> None:
         tensor = mine["model"][name]
@@ -235,15 +241,14 @@ def change_on_some_ranks(folder: Path) -> None:
             tensor.to_local().add_(1)
 
     def both(step: str) -> int:
-        """Save into both stores; return in how many rounds parts travelled for the first one."""
-        nonlocal rounds
-        rounds = 0
-        save(mine, checkpoint_id=step, storage_writer=writer)
-        count = rounds
+        """Save into both stores; return in how many rounds and files parts travelled for the first one."""
+        travelled.clear()
+        with noted(dist, "all_to_all_single"), noted(Ingest, "write_parts"):
+            save(mine, checkpoint_id=step, storage_writer=writer)
+        count = len(travelled)
         save(mine, checkpoint_id=step, storage_writer=StoreWriter(folder / "new", model="model"))
         return count
 
-    dist.all_to_all_single = counted
     assert both("run:1") > 0
     assert both("run:2") == 0
     _change_types(mine["model"], mesh, both)
@@ -271,7 +276,6 @@ def change_on_some_ranks(folder: Path) -> None:
         writer = StoreWriter(folder / "one", model="model")
     assert both("run:7") > 0
     assert both("run:8") > 0
-    dist.all_to_all_single = original
 
 
 def _network() -> nn.Module:

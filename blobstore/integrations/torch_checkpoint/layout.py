@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource
 from blobstore.integrations.torch_checkpoint.windows import (
     Box,
+    begin_of_rows,
     box_of_bytes,
     choose_owners,
     windows_of,
@@ -25,7 +27,7 @@ from blobstore.models.torch_values import KINDS
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import (
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         TensorWriteData,
         WriteItem,
     )
+    from typing_extensions import Buffer
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Window
@@ -51,6 +54,10 @@ class GatheredBlob(NamedTuple):
     """A digest of its header, which has the types of its tensors."""
     tensors: Sequence[tuple[str, Shape]]
     """The keys of its tensors and their shapes in bytes, in the order of its data."""
+    begin: int
+    """Where its data begins."""
+    is_rows: bool
+    """Whether each part of it is contiguous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,8 @@ class RankTask:
     world: int
     ingest: str
     """The import to join."""
+    folder: str
+    """See :attr:`Ingest.machine_folder`, of the coordinator."""
     token: str
     """Names this step to the ranks that write it."""
     previous: str
@@ -108,7 +117,7 @@ class Layout:
                     advice="save on all ranks that have a part of it, without no_dist=True",
                 )
 
-    def tasks(self, step: StepPlan, ingest: str, previous: str) -> list[RankTask]:
+    def tasks(self, step: StepPlan, ingest: str, folder: str, previous: str) -> list[RankTask]:
         """Return what each rank has to do."""
         tensors = {
             blob.name: [step.keys[recipe.spec.name] for recipe in blob.tensors]
@@ -131,6 +140,12 @@ class Layout:
                     blob.name,
                     hashlib.sha256(blob.header).digest(),
                     [(key, self._shapes[key]) for key in tensors[blob.name]],
+                    len(blob.header),
+                    all(
+                        begin_of_rows(box, self._shapes[key]) is not None
+                        for key in tensors[blob.name]
+                        for box in self._chunks[key]
+                    ),
                 )
                 for blob in blobs
             ]
@@ -142,6 +157,7 @@ class Layout:
                 rank=rank,
                 world=self._world,
                 ingest=ingest,
+                folder=folder,
                 token=token,
                 previous=previous,
                 streams=streams,
@@ -211,13 +227,24 @@ class RankState:
     def read(self, key: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor that this rank has completely, each valid until the next one."""
         for chunk in self.boxes.get(key, ()):  # one, unless it has several that are rows
-            data = self._bytes(key, chunk)
-            for box in windows_of(chunk.sizes, self._window):
+            for window in self._windows(key, chunk):
                 # A copy: what is hashed is what is written, even if the program changes the tensor.
-                window = data[box.within(Box((0,) * len(chunk.sizes), chunk.sizes))]
-                yield (
-                    window.cpu().clone(memory_format=torch.contiguous_format).view(-1).numpy().data
-                )
+                yield window.clone(memory_format=torch.contiguous_format).view(-1).numpy().data
+
+    def parts(self, blob: GatheredBlob) -> Iterator[tuple[int, Iterable[Buffer]]]:
+        """Yield where each part that this rank has of a blob belongs in it, and the bytes of the part."""
+        begin = blob.begin
+        for key, shape in blob.tensors:
+            for box in self.boxes.get(key, ()):
+                pieces = (one.view(-1).numpy().data for one in self._windows(key, box))
+                yield begin + (begin_of_rows(box, shape) or 0), pieces
+            begin += math.prod(shape)
+
+    def _windows(self, key: str, chunk: Box) -> Iterator[torch.Tensor]:
+        """Yield the bytes of one of the parts in their order."""
+        data = self._bytes(key, chunk)
+        for box in windows_of(chunk.sizes, self._window):
+            yield data[box.within(Box((0,) * len(chunk.sizes), chunk.sizes))].cpu()
 
     def _bytes(self, key: str, box: Box) -> torch.Tensor:
         """Return the bytes of one of the parts. Raises UnsupportedSource."""

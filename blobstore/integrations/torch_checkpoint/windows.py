@@ -56,6 +56,19 @@ def box_of_bytes(offsets: Sequence[int], sizes: Sequence[int], itemsize: int) ->
     )
 
 
+def begin_of_rows(box: Box, shape: tuple[int, ...]) -> int | None:
+    """Return where a part begins in the bytes of its tensor; None if it is not contiguous there."""
+    begin, stride, is_all = 0, 1, True
+    for offset, size, all_of_it in zip(
+        reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True
+    ):
+        if size != 1 and not is_all:
+            return None
+        is_all = is_all and size == all_of_it
+        begin, stride = begin + offset * stride, stride * all_of_it
+    return begin
+
+
 class Window(NamedTuple):
     """A part of a tensor that is contiguous in memory."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -29,16 +30,18 @@ from blobstore.objects.address import is_address
 from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
 from blobstore.operations.create.step import StepPlan
+from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from blobstore.core.digest import Digest
     from blobstore.integrations.torch_checkpoint.exchange import Windows
+    from blobstore.integrations.torch_checkpoint.layout import GatheredBlob
     from blobstore.operations.create.places import Place, StepBlobs, StepImport
     from blobstore.operations.create.save import File
     from blobstore.planning.grouping import BlobPlan
@@ -69,26 +72,57 @@ class _Blobs:
         self._task = task
         self._state = state
         self._ingest = ingest
-        self._added = added
+        self.added = added
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
         """Return a blob that the store has, and keep it."""
         return self._ingest.find(digest, size)
 
-    def gather(self, incoming: Windows, unchanged: Mapping[str, Ingested]) -> None:
-        """Add the blobs whose bytes come from several ranks, but for those that have not changed."""
-        self._added.update(unchanged)
+    @property
+    def folder(self) -> str:
+        """Where ranks of this machine can write files together; "" if nowhere."""
+        return _folder_of(self._ingest)
+
+    def write_parts(self, files: Mapping[str, GatheredBlob], jobs: int) -> None:
+        """Write what this rank has of files that several ranks write."""
+        headers = {blob.name: blob.header for blob in self._task.gathered}
+        ingest = self._ingest
+        if not isinstance(ingest, Ingest):
+            return
+
+        def write(name: str) -> None:
+            blob = files[name]
+            parts = self._state.parts(blob)
+            if blob.name in headers:
+                parts = itertools.chain([(0, [headers[blob.name]])], parts)
+            ingest.write_parts(name, parts)
+
+        WorkerPool(jobs, None, 0).run(files, write)
+
+    def add_parts(self, files: Mapping[str, GatheredBlob], jobs: int) -> None:
+        """Add the files that this rank owns, when all ranks have written."""
+        names = {blob.name: name for name, blob in files.items()}
+        own = [blob for blob in self._task.gathered if blob.name in names]
+        ingest = self._ingest
+        if isinstance(ingest, Ingest):
+            items = WorkerPool(jobs, None, 0).run(
+                own, lambda blob: ingest.add_parts(names[blob.name], blob.size)
+            )
+            self.added.update((blob.name, item) for blob, item in zip(own, items, strict=True))
+
+    def gather(self, incoming: Windows, without: Collection[str]) -> None:
+        """Add the blobs whose bytes come from several ranks."""
         for blob in self._task.gathered:
-            if blob.name in unchanged:
+            if blob.name in without:
                 continue
             buffers = functools.partial(_stream, blob, incoming)
-            self._added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
+            self.added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
 
     def copy(self, jobs: int) -> None:
         """Add the blobs whose bytes this rank has. All are durable then."""
         blobs = self._task.local
         items = WorkerPool(jobs, None, 0).run(blobs, self._copied)
-        self._added.update((blob.name, item) for blob, item in zip(blobs, items, strict=True))
+        self.added.update((blob.name, item) for blob, item in zip(blobs, items, strict=True))
         self._ingest.sync()
 
     def _copied(self, blob: BlobPlan) -> Ingested:
@@ -209,7 +243,8 @@ class StoreWriter(StorageWriter):
             layout.specs, model=self._model, files=self._files, metrics=self.metrics
         )
         self._import = self._opened.begin(step, self._named)
-        tasks = layout.tasks(step, self._import.name, self._unchanged.token)
+        folder = _folder_of(self._import.blobs)
+        tasks = layout.tasks(step, self._import.name, folder, self._unchanged.token)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -284,24 +319,35 @@ class StoreWriter(StorageWriter):
             if blobs is not None:
                 pool = WorkerPool(jobs, None, 0)
                 votes = self._unchanged.look(task.previous, every, own, state, blobs.find, pool)
-        kept = {
-            blob.name
-            for blob, is_kept in zip(every, all_agree(self._group, votes), strict=True)
-            if is_kept
-        }
+        is_here = blobs is not None and blobs.folder == task.folder != ""
+        *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
+        kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
         self._unchanged.settle(kept)
+        files = {
+            f"{task.token}.{index}": blob
+            for index, blob in enumerate(every)
+            if is_one_machine and blob.is_rows and blob.name not in kept
+        }
+        without = kept.union(blob.name for blob in files.values())
+        if blobs is not None:
+            blobs.added.update(self._unchanged.found)
+            with first.kept():
+                blobs.write_parts(files, jobs)
 
         def gather(incoming: Windows) -> None:
             if blobs is not None:
-                blobs.gather(incoming, self._unchanged.found)
+                blobs.gather(incoming, without)
 
         streams = [
-            [tensor for blob in its if blob.name not in kept for tensor in blob.tensors]
+            [tensor for blob in its if blob.name not in without for tensor in blob.tensors]
             for its in task.streams
         ]
         chunks = list(task.chunks)
         chunks[task.rank] = state.boxes
         exchange(self._group, streams, chunks, state.bytes_of, gather, first, window=self._window)
+        if files and all(all_agree(self._group, [first.error is None])) and blobs is not None:
+            with first.kept():
+                blobs.add_parts(files, jobs)
 
     def _check_group(self, world: int) -> None:
         if world > 1 and dist.get_world_size(self._group) != world:
@@ -362,6 +408,10 @@ class StoreWriter(StorageWriter):
         if self._import is not None:
             self._import.close()
         self._import = self._plan = None
+
+
+def _folder_of(blobs: StepBlobs) -> str:
+    return blobs.machine_folder if isinstance(blobs, Ingest) else ""
 
 
 def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from blobstore.integrations.torch_checkpoint.windows import (
     Box,
     Window,
+    begin_of_rows,
     box_of_bytes,
     choose_owners,
     parts_of,
@@ -73,3 +75,16 @@ def test_owners_have_about_as_much_to_write() -> None:
     owners = choose_owners(sizes, held, 4)
     loads = [sum(sizes[name] for name, owner in owners.items() if owner == it) for it in range(4)]
     assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_parts_whose_bytes_lie_together(shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape)
+    whole = Box((0,) * len(shape), shape)
+    ranges = [[(a, b - a) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
+    for part in itertools.islice(itertools.product(*ranges), 0, None, 7):
+        offsets, sizes = zip(*part, strict=True)
+        box = Box(offsets, sizes)
+        found = array[box.within(whole)].reshape(-1).tolist()
+        is_together = found == list(range(found[0], found[0] + len(found)))
+        assert begin_of_rows(box, shape) == (found[0] if is_together else None)
