@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, ModelNotFound, NotFound
-from blobstore.manifests.nested_state import join
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import RECORD_FILE, StepRecord, state_of, stored_name
+from blobstore.manifests.step_record import RECORD_FILE, StepRecord, join, state_of, stored_name
 from blobstore.models.source_layers import read_source_record
 from blobstore.objects.address import is_address
 from blobstore.operations.open import open_model

@@ -6,13 +6,16 @@ an export of the model writes that file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.core.mmap import new_buffer
 from blobstore.errors import (
     BlobstoreError,
     DamagedSource,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
 
 _FILE = "model.safetensors"
+_COPIES = 8
+"""Threads that copy tensors, at most; more than these do not read memory faster."""
 
 
 class MemorySource:
@@ -116,24 +121,31 @@ class MemorySource:
             piece[:] = data[begin : begin + len(buffer)]
             yield piece
 
-    def copy(self) -> None:
-        """Copy the bytes of all tensors, so that the caller may change them.
+    def copy(self, memory: memoryview) -> None:
+        """Copy the bytes of all tensors to the start of ``memory``, so that the caller may change them.
 
         Raises:
             DamagedSource: as :meth:`read`.
-            BlobstoreError: there is not enough memory.
         """
-        for name in self._read:
-            data = self._bytes(name)
-            try:
-                memory = new_buffer(len(data))
-            except (MemoryError, OSError) as error:
-                raise BlobstoreError(
-                    f"no memory for a copy of tensor {quote(name)}, {len(data)} bytes",
-                    advice="save without background=True",
-                ) from error
-            memory[:] = data
-            self._read[name] = functools.partial(_same, memory)
+        import numpy as np
+
+        ends = itertools.accumulate(spec.nbytes for spec in self.specs.values())
+        places = iter(list(zip(self.specs, ends, strict=True)))
+
+        def copy() -> None:
+            for name, end in places:
+                data = self._bytes(name)
+                copied = memory[end - len(data) : end]
+                np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(data, np.uint8))
+                self._read[name] = functools.partial(_same, copied)
+
+        futures: list[Future[None]] = []
+        with ThreadPoolExecutor(_COPIES, thread_name_prefix="blobstore-copy") as pool:
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                futures += (pool.submit(copy) for _ in range(1, min(_COPIES, os.cpu_count() or 1)))
+            copy()
+        for future in futures:
+            future.result()
 
     def _bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor, which a thread may have replaced since it was described."""

@@ -13,9 +13,8 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import UnsupportedSource
-from blobstore.manifests.nested_state import flatten
 from blobstore.manifests.plain_values import encode
-from blobstore.manifests.step_record import RECORD_FILE, StepRecord
+from blobstore.manifests.step_record import RECORD_FILE, FlatState, StepRecord
 from blobstore.sources.distributed.torch_folder import TorchFolder
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.pytorch.checkpoint import Checkpoint
@@ -121,9 +120,8 @@ class TrainingState:
                 raise UnsupportedSource(f"{quote(path)} is a model without a training's state")
             state = self._plain_parts(file.content, _tensors(file))
             part = _part_of(model.specs, file.specs)
-        self.tensors, self.record = flatten(
-            state, part, lambda one: isinstance(one, SavedTensor), KINDS
-        )
+        flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, part)
+        self.tensors, self.record = flat.tensors, flat.record
 
     def _open(self, path: Path) -> _StateFile:
         self._model.versions.record(path)

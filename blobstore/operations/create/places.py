@@ -21,7 +21,6 @@ from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.create import BlobAdder, with_space
-from blobstore.operations.create.step import Published
 from blobstore.remotes.model_reader import pack_headers
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from blobstore.operations.create.step import StepPlan
     from blobstore.store.ingest import Buffers
     from blobstore.store.local import StoreLike
+
+    _Published = tuple[list[Manifest], bool]
 
 _CHUNK = 8 << 20
 _REQUESTS = 16
@@ -71,8 +72,8 @@ class StepImport(Protocol):
     def adopt(self, item: Ingested) -> None:
         """Publish with this import what another rank has added to it."""
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
-        """Give the step its names."""
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
+        """Give the step its names; return the manifests, and whether the last name was that of another model."""
 
     def close(self) -> None:
         """End the import, and what has no name."""
@@ -133,7 +134,7 @@ class _FolderImport:
     def adopt(self, item: Ingested) -> None:
         self.blobs.adopt(item)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
         return self._plan.publish(self._store, self._updates, self.blobs, added, record)
 
     def close(self) -> None:
@@ -216,7 +217,7 @@ class _ObjectImport:
         if item.written:
             self.blobs.written.add(item.digest)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> Published:
+    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
         objects = self._objects
         manifests = self._plan.manifests(self.blobs, added, record)
         data = [manifest.to_bytes() for manifest in manifests]
@@ -236,7 +237,7 @@ class _ObjectImport:
             check()
             for (name, _, tag), one in zip(self._names, data, strict=True):
                 objects.place(name, one, tag)
-        return Published(manifests, self._names[-1][1] not in (None, data[-1]))
+        return manifests, self._names[-1][1] not in (None, data[-1])
 
     def _is_there(self, blob: BlobId) -> bool:
         return self._objects.exists(*blob, LOOK_FOR_BLOB)

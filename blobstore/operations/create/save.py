@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, overload
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import read_regular
+from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
-from blobstore.manifests.nested_state import flatten
 from blobstore.manifests.reference import Reference
+from blobstore.manifests.step_record import FlatState
 from blobstore.objects.address import is_address
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.save_step import StepSave
-from blobstore.operations.create.step import METADATA
+from blobstore.operations.create.step import METADATA, save_step, step_source
 from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.memory import MemorySource
 from blobstore.sources.small_files import MAX_SMALL_FILE
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.plain_values import Kind
-    from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.create import Created
 
     File = bytes | Path | Mapping[str, Any]
@@ -112,9 +111,10 @@ def save(
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``. Or the address of
             one in object storage, such as ``s3://bucket/prefix``, for a step.
         background: copy the tensors, and return a future of the result. The caller may change the tensors
-            then; an error of the import is raised by ``future.result()``. If nobody asks for it, it ends the
-            process with one line and exit status 120. Waits for earlier background saves first, and in
-            Python 3.12.0 and 3.12.1 for this one too.
+            then; an error of the import is raised by ``future.result()``. If nobody asks for it, the next save
+            in the background raises it, or it ends the process with one line and exit status 120. Waits for
+            earlier background saves first, and in Python 3.12.0 and 3.12.1 for this one too. The memory of
+            the copy is kept for the next one, until a save without ``background``.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a blob, bytes done and total bytes; with ``background`` on
             another thread.
@@ -140,45 +140,51 @@ def save(
     libraries = set(_libraries(tensors))
     framework = next((one for one in ("torch", "mlx") if one in libraries), "numpy")
     options: dict[str, Any] = {"started": started, "jobs": jobs, "progress": progress}
-    is_model = all(_library(type(one)) for one in tensors.values())
+    is_model = all(_library(one) for one in tensors.values())
     if model or metrics is not None or is_address(store) or not is_model:
-        step = StepSave.of(
-            *_flattened(tensors, model, framework),
-            framework=framework,
-            files=contents,
-            metrics=metrics,
-        )
-        source = step.source
+        kinds: Mapping[type, tuple[str, Kind]] = {}
+        if framework == "torch":
+            from blobstore.models import torch_values
 
-        def begin() -> Callable[[], Created]:
-            return functools.partial(step.run, reference, store, **options)
-
+            kinds = torch_values.KINDS
+        state = FlatState(tensors, lambda one: _library(one) == framework, kinds, model)
+        found = _described(state.tensors)
+        source = step_source(found, model)
+        options |= {"framework": framework, "files": contents, "metrics": metrics}
+        run = functools.partial(save_step, source, found, state.record, reference, store, **options)
     else:
-        opened = LocalStore.of(store)
-        opened.names.check_name(reference)
-        found = dict(_described(tensors).values())
-        source = MemorySource(found, METADATA[framework], contents)
+        store = LocalStore.of(store)
+        store.names.check_name(reference)
+        source = MemorySource(dict(_described(tensors).values()), METADATA[framework], contents)
+        run = functools.partial(_save_model, source, reference, store, **options)
+    if background:
+        return _in_background(run, source, reference)
+    _KEPT.clear()
+    with contextlib.closing(source):
+        return run()
 
-        def begin() -> Callable[[], Created]:
-            update = opened.names.seen(reference)
-            arguments = (source, update, opened, ImportOptions())
-            return functools.partial(import_source, *arguments, **options)
 
-    if not background:
-        with contextlib.closing(source):
-            return begin()()
-    wait(list(_SAVES))  # a name must not get older tensors, and each save needs memory for a copy
-    run = begin()  # only now: earlier saves may have given the name
-    source.copy()
+def _in_background(
+    run: Callable[[], Created], source: MemorySource, reference: Reference
+) -> Future[Created]:
+    """Copy the tensors of ``source``, and call ``run`` on another thread."""
+    # A name must not get older tensors, and two copies may be too large for the memory.
+    for earlier in list(_SAVES):
+        earlier.result()
+    memory = _memory(sum(spec.nbytes for spec in source.specs.values()))
 
-    def run_and_forget() -> Created:
-        with contextlib.closing(source):
+    def run_and_keep() -> Created:
+        try:
             return run()
+        finally:
+            source.close()
+            _KEPT[:] = [memory]
 
+    source.copy(memory)
     future = _Save(reference)
     thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-save")
     try:
-        future.settled = thread.submit(future.settle, run_and_forget)
+        future.settled = thread.submit(future.settle, run_and_keep)
     except RuntimeError as error:
         _SAVES.discard(future)
         raise BlobstoreError(f"{reference} cannot be saved in the background: {error}") from error
@@ -191,6 +197,28 @@ def save(
 
 _STARTS_NO_THREADS_AT_EXIT: Final = (3, 12) <= sys.version_info < (3, 12, 2)
 """Whether saves that the interpreter waits for would fail (python/cpython#113964); none is in the background then."""
+
+
+def _save_model(
+    source: MemorySource, reference: Reference, store: LocalStore, **options: Any
+) -> Created:
+    """Import tensors as a model."""
+    return import_source(source, store.names.seen(reference), store, ImportOptions(), **options)
+
+
+def _memory(size: int) -> memoryview:
+    """Return memory for a copy of the tensors: that of the last one, if it is large enough."""
+    with contextlib.suppress(IndexError):  # another thread may have taken it
+        if len(memory := _KEPT.pop()) >= size:
+            return memory
+        del memory
+    try:
+        return new_buffer(size)
+    except (MemoryError, OSError) as error:
+        raise BlobstoreError(
+            f"no memory for a copy of the tensors, {size} bytes",
+            advice="leave out background, which needs the copy",
+        ) from error
 
 
 class _Save(Future["Created"]):
@@ -230,6 +258,8 @@ class _Save(Future["Created"]):
             _SAVES.discard(self)
 
 
+_KEPT: list[memoryview] = []
+"""The memory that the last background save has copied its tensors to, for the next one."""
 _SAVES: set[_Save] = set()
 """Saves that are running, and failed ones whose result was not asked for; a forked process has none."""
 os.register_at_fork(after_in_child=_SAVES.clear)
@@ -291,8 +321,14 @@ def check_mapping(value: object, name: str, expected: str) -> None:
         raise UsageError(f"{name} is {expected}, got {quote(type(value).__name__)}", advice=advice)
 
 
-def _library(kind: type) -> str:
-    """Return the library whose tensors a type is of; empty if they are of none."""
+def _library(value: object) -> str:
+    """Return the library that a tensor is of; empty for other values."""
+    kind: Any = type(value)
+    return _library_of(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _library_of(kind: type) -> str:
     for base in kind.__mro__:
         library = base.__module__.partition(".")[0]
         if f"{library}.{base.__name__}" in ("torch.Tensor", "numpy.ndarray", "mlx.array"):
@@ -303,23 +339,10 @@ def _library(kind: type) -> str:
 def _libraries(value: Any) -> Iterator[str]:
     """Yield the libraries of all tensors of a state."""
     if not isinstance(value, Mapping | list | tuple):
-        yield _library(type(value))
+        yield _library(value)
         return
     for one in value.values() if isinstance(value, Mapping) else value:
         yield from _libraries(one)
-
-
-def _flattened(
-    state: Mapping[Any, Any], model: str, framework: str
-) -> tuple[dict[str, _Described], StepRecord]:
-    """Return the tensors of a state by key, and the record of everything else. Raises as :func:`flatten`."""
-    kinds: Mapping[type, tuple[str, Kind]] = {}
-    if framework == "torch":
-        from blobstore.models import torch_values
-
-        kinds = torch_values.KINDS
-    tensors, record = flatten(state, model, lambda one: _library(type(one)) == framework, kinds)
-    return _described(tensors), record
 
 
 def _described(tensors: Mapping[Any, Any]) -> dict[str, _Described]:
@@ -330,7 +353,7 @@ def _described(tensors: Mapping[Any, Any]) -> dict[str, _Described]:
         UnsupportedSource: a tensor cannot be stored.
     """
     described = {name: _described_one(name, tensor) for name, tensor in tensors.items()}
-    if any(_library(type(one)) == "torch" for one in tensors.values()):
+    if any(_library(one) == "torch" for one in tensors.values()):
         from blobstore.safetensors import torch
 
         torch.wait_for_devices(tensors.values())
@@ -342,7 +365,7 @@ def _described_one(name: str, tensor: Any) -> _Described:
         raise UsageError(f"a tensor has the name {quote(name)}, which is not a text")
     if hasattr(tensor, "mask"):  # numpy's masked arrays
         raise UnsupportedSource(f"tensor {quote(name)} has a mask, which would be lost; fill it")
-    framework = _library(type(tensor))
+    framework = _library(tensor)
     try:
         if framework == "torch":
             from blobstore.safetensors import torch

@@ -7,9 +7,12 @@ command works with them. See docs/internals/decisions/0017-steps-are-two-models.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from blobstore.core import strict_json
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import UnsupportedSource, UsageError
@@ -21,17 +24,23 @@ from blobstore.manifests.step_record import (
     state_of,
     stored_name,
 )
-from blobstore.operations.create.create import add_files, publish_blobs
+from blobstore.operations.create.create import Created, add_files, publish_blobs
 from blobstore.operations.create.files import FileLayer, file_layers, stacks_layer
+from blobstore.operations.create.jobs import reporting
+from blobstore.operations.create.places import open_place
 from blobstore.planning.import_options import ImportOptions, source_record
 from blobstore.quantization.detect import is_marker
 from blobstore.quantization.recipes import Copied
+from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.memory import MemorySource
 from blobstore.store.names import NewModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from typing_extensions import Buffer
+
+    from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
@@ -40,25 +49,16 @@ if TYPE_CHECKING:
     from blobstore.planning.grouping import BlobPlan
     from blobstore.planning.plan import ModelPlan
     from blobstore.store.ingest import Ingest, Ingested
-    from blobstore.store.local import LocalStore
+    from blobstore.store.local import LocalStore, StoreLike
     from blobstore.store.names import NameUpdate
 
+    _Tensors = Mapping[str, tuple[TensorSpec, Callable[[], Buffer]]]
 METADATA: Final[Mapping[str, Mapping[str, str]]] = {
     "torch": {"format": "pt"},
     "mlx": {"format": "mlx"},
     "numpy": {},
 }
 """The metadata that transformers and mlx-lm write into their files, and look for."""
-
-
-class Published(NamedTuple):
-    """The manifests of a step, which have their names."""
-
-    manifests: Sequence[Manifest]
-    replaced: bool
-    """Whether the name of the step belonged to another model before."""
-    repaired: int = 0
-    """Blobs that were damaged, and replaced."""
 
 
 class _Part(NamedTuple):
@@ -182,7 +182,7 @@ class StepPlan:
         ingest: Ingest,
         added: Mapping[str, Ingested],
         record: StepRecord,
-    ) -> Published:
+    ) -> tuple[list[Manifest], bool]:
         """Give the step its names in a store, all or none. Raises as :meth:`manifests` and :func:`create`.
 
         ``updates`` are those of :meth:`names`; the other arguments are those of :meth:`manifests`.
@@ -194,7 +194,63 @@ class StepPlan:
         ]
         publish_blobs(store, ingest, [model.data for model in new])
         former = store.names.install(new, ingest=ingest, is_brought=False)
-        return Published(manifests, former[-1] is not None, len(ingest.repaired))
+        return manifests, former[-1] is not None
+
+
+def step_source(tensors: _Tensors, model: str) -> MemorySource:
+    """Return the tensors of a state, by key, under their names in the store."""
+    found = {
+        spec._replace(name=stored_name(key, model)): read for key, (spec, read) in tensors.items()
+    }
+    return MemorySource(found, {}, {})
+
+
+def save_step(
+    source: MemorySource,
+    tensors: _Tensors,
+    record: StepRecord,
+    reference: Reference,
+    store: StoreLike,
+    *,
+    started: float,
+    jobs: int | None,
+    progress: Progress | None,
+    check: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> Created:
+    """Save a step, whose :func:`step_source` may have been copied. Raises as :func:`save`.
+
+    ``check`` is called before the step gets its names. The other options are those of :class:`StepPlan`.
+    """
+    specs = {key: spec for key, (spec, _) in tensors.items()}
+    plan = StepPlan(specs, model=record.model, **options)
+    place = open_place(store)
+    convert = Converter(source.read).convert
+    pool = WorkerPool(jobs, progress, sum(blob.size for blob in plan.blobs))
+    with place.checked(), contextlib.closing(place.begin(plan, reference)) as step:
+
+        def add(blob: BlobPlan) -> Ingested:
+            buffers = reporting(lambda: blob.buffers(convert), pool.report, blob.name)
+            return step.blobs.add(blob.size, buffers)
+
+        items = pool.run(plan.blobs, add)
+        check()
+        added = {blob.name: item for blob, item in zip(plan.blobs, items, strict=True)}
+        manifests, is_replaced = step.publish(added, record)
+    return Created(
+        reference=reference,
+        digest=Digest.of(manifests[-1].to_bytes()),
+        tensors=len(specs),
+        blobs=len(manifests[0].layers) + 1,
+        bytes_written=sum(item.size for item in items if item.written),
+        bytes_present=sum(item.size for item in items if not item.written),
+        blobs_repaired=0,
+        repository=None,
+        commit=None,
+        replaced=is_replaced,
+        seconds=time.monotonic() - started,
+        notices=(),
+    )
 
 
 def _metrics_json(metrics: Mapping[str, Any]) -> bytes:

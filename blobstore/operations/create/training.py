@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.arguments import local_path
 from blobstore.errors import UsageError
-from blobstore.operations.create.save_step import StepSave
+from blobstore.operations.create.step import save_step, step_source
 from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.training import TRAINER_FILES, TrainingState
@@ -51,13 +51,16 @@ def import_state(
             "the state of a training is kept as it is, without options that convert or rename tensors"
         )
     with contextlib.closing(TrainingState(opened, local_path(source, "source"))) as state:
-        step = StepSave.of(state.tensors, state.record, files=state.files)
-        created = step.run(
+        created = save_step(
+            step_source(state.tensors, state.record.model),
+            state.tensors,
+            state.record,
             update.reference,
             store,
             started=started,
             jobs=jobs,
             progress=progress,
             check=state.check_unchanged,
+            files=state.files,
         )
         return replace(created, notices=tuple(state.notices))

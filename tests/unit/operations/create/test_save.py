@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.operations.create.create import create
-from blobstore.operations.create.save import _SAVES, save
+from blobstore.operations.create.save import _KEPT, _SAVES, save
 from blobstore.safetensors import numpy as arrays
-from blobstore.sources import memory
 from blobstore.store.local import LocalStore
 from blobstore.store.names import Names
 
@@ -121,6 +121,43 @@ def test_a_background_save_reports_its_error_in_the_future(
     with pytest.raises(BlobstoreError, match="no"):
         future.result()
     assert not list(store.references())
+
+
+def test_a_background_save_that_failed_fails_the_next_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Names, "publish", lambda *_, **__: 1 / 0)
+    save(TENSORS, "m", store=store, background=True)
+    with pytest.raises(ZeroDivisionError):
+        save(TENSORS, "m", store=store, background=True)
+    monkeypatch.undo()
+    save(TENSORS, "m", store=store, background=True).result()
+
+
+def test_background_saves_copy_to_the_same_memory(store: LocalStore) -> None:
+    def saved(size: int) -> object:
+        array = np.full(size, size, np.uint8)
+        save({"x": array}, "m", store=store, background=True).result()
+        assert blobstore.open("m", store=store)["x"].tolist() == array.tolist()
+        (memory,) = _KEPT
+        return memory.obj
+
+    _KEPT.clear()  # what other tests have left
+    first = saved(100)
+    assert saved(100) is saved(50) is first
+    assert saved(101) is not first
+    save(TENSORS, "m", store=store)
+    assert not _KEPT
+
+
+def test_saves_of_several_threads_do_not_share_memory(store: LocalStore) -> None:
+    def saved(number: int) -> None:
+        save({"x": np.full(1 << 20, number)}, f"m:{number}", store=store, background=True).result()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(saved, range(8)))
+    for number in range(8):
+        assert (blobstore.open(f"m:{number}", store=store)["x"] == number).all()
 
 
 def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> None:
@@ -406,10 +443,8 @@ def test_no_memory_for_the_copy_is_an_error_of_the_save(
     def fail(_: int) -> memoryview:
         raise MemoryError
 
-    monkeypatch.setattr(memory, "new_buffer", fail)
-    with pytest.raises(
-        BlobstoreError, match=r"no memory .* 24 bytes; save without background=True"
-    ):
+    monkeypatch.setattr("blobstore.operations.create.save.new_buffer", fail)
+    with pytest.raises(BlobstoreError, match=r"no memory .* 24 bytes; leave out background"):
         save({"x": np.ones(3)}, "m", store=store, background=True)
 
 
