@@ -18,6 +18,7 @@ _PACKAGES = {
     "torch": "'tensor-blobstore[torch]'",
     "mlx": "'tensor-blobstore[mlx]'",
     "transformers": "'tensor-blobstore[torch]' transformers",
+    "lightning": "lightning",
     "mlx_lm": "'tensor-blobstore[mlx]' mlx-lm",
     "vllm": "vllm",
     "aiohttp": "'tensor-blobstore[serve]'",

@@ -71,16 +71,7 @@ def load(
 
 
 def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> Model[Any]:
-    """Open the name that has all of a step, or else the name that is given.
-
-    Args:
-        reference: the name of the step.
-        store: the store, or the address of one in object storage.
-        options: the other options of :func:`open_model`.
-
-    Raises:
-        ModelNotFound: there is no such step. Otherwise as :func:`open_model`.
-    """
+    """Open the name that has all of a step, or else the name that is given. Raises as :func:`open_model`."""
     reference = Reference.of(reference)
     prefix = ""
     if is_address(store):
