@@ -1,21 +1,26 @@
 """Ranks of a training program that are killed while they save a step.
 
 A program of its own: ``python -m tests.faults.killed_ranks FOLDER``. It starts two ranks for each point, of which one
-kills itself there with SIGKILL, and then looks at the store. What is not as expected ends it with an error.
+kills itself there with SIGKILL, and then looks at the store. With ``--random 200`` it kills one of them at a random
+moment instead, so many times. What is not as expected ends it with an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
 import shutil
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +102,7 @@ def _dying(function: Callable[..., Any], point: Point) -> Callable[..., Any]:
     return call
 
 
-def _work(rank: int, port: int, store: Path, point: Point) -> None:
+def _work(rank: int, port: int, store: Path, point: Point | None, ready: int = -1) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     limit = timedelta(minutes=4)
@@ -105,14 +110,42 @@ def _work(rank: int, port: int, store: Path, point: Point) -> None:
     state = _state(2, is_sharded=True)
     writer = StoreWriter(store, model="model")
     writer._window = 1 << 13
-    if rank == point.rank:
+    if point is not None and rank == point.rank:
         found = getattr(point.owner, point.function)
         setattr(point.owner, point.function, _dying(found, point))
+    if point is None:
+        dist.barrier()
+        os.write(ready, b".")
     save(state, checkpoint_id="run:step-2", storage_writer=writer)
 
 
-def _names(store: LocalStore) -> set[str]:
-    return {str(reference) for reference in store.references()}
+def _kill_at(point: Point, folder: Path) -> None:
+    with contextlib.suppress(ProcessExitedException, ProcessRaisedException):
+        start_processes(_work, (free_port(), folder, point), nprocs=2, start_method="fork")
+        raise AssertionError("no rank was killed")
+
+
+def _kill_after(seconds: float, rank: int, folder: Path) -> float:
+    """Kill a rank so long after both have begun to save; return when both had ended."""
+    reading, ready = os.pipe()
+    ranks = start_processes(
+        _work, (free_port(), folder, None, ready), nprocs=2, join=False, start_method="fork"
+    )
+    for _ in range(2):
+        os.read(reading, 1)
+    started = time.monotonic()
+    time.sleep(seconds)
+    os.kill(ranks.pids()[rank], signal.SIGKILL)
+    with contextlib.suppress(ProcessExitedException, ProcessRaisedException):
+        while not ranks.join():
+            pass
+    os.close(reading)
+    os.close(ready)
+    return time.monotonic() - started
+
+
+def _names(store: LocalStore) -> frozenset[str]:
+    return frozenset(str(reference) for reference in store.references())
 
 
 def _load(store: Path, step: int) -> None:
@@ -123,17 +156,19 @@ def _load(store: Path, step: int) -> None:
         assert torch.equal(found["model"][name], tensor), name
 
 
-def _check(folder: Path, point: Point) -> None:
-    """Kill a rank at a point, and check what is left."""
+_FIRST = frozenset({"run:step-1", "run:step-1.state"})
+_STATE, _BOTH = frozenset({"run:step-2.state"}), frozenset({"run:step-2", "run:step-2.state"})
+
+
+def _check(folder: Path, expected: Collection[frozenset[str]]) -> frozenset[str]:
+    """Check what is left after a rank was killed; return the names that its step has."""
     store = LocalStore(folder)
-    first = {"run:step-1", "run:step-1.state"}
-    with contextlib.suppress(ProcessExitedException, ProcessRaisedException):
-        start_processes(_work, (free_port(), folder, point), nprocs=2, start_method="fork")
-        raise AssertionError("no rank was killed")
-    assert _names(store) == first | point.names, _names(store)
+    names = _names(store)
+    assert names >= _FIRST, names
+    assert names - _FIRST in expected, names
     assert verify_models(store=store).faults == ()
     _load(folder, 1)
-    if point.names:
+    if names > _FIRST:
         _load(folder, 2)  # the name of all of its state is complete
     # Nobody holds what the dead have left.
     assert store.read_leases().held == {}
@@ -145,21 +180,53 @@ def _check(folder: Path, point: Point) -> None:
         storage_writer=StoreWriter(folder, model="model"),
     )
     _load(folder, 2)
-    assert _names(store) == first | {"run:step-2", "run:step-2.state"}
+    assert _names(store) == _FIRST | _BOTH
+    return names - _FIRST
+
+
+def _kill_often(root: Path, start: Path, count: int, seed: int) -> None:
+    """Kill a rank at random moments, and print how far the step had come."""
+    random = Random(seed)
+    found: Counter[frozenset[str]] = Counter()
+    longest = 1.0
+    for index in range(count):
+        folder = root / "random"
+        shutil.copytree(start, folder)
+        rank, seconds = random.randrange(2), random.uniform(0, longest)
+        ended = _kill_after(seconds, rank, folder)
+        sys.stderr.write(f"{index}: rank {rank} after {seconds:.3f} s\n")
+        names = _check(folder, [frozenset(), _STATE, _BOTH])
+        if names == _BOTH:  # it may have been killed afterwards
+            longest = min(longest, 1.2 * ended)
+        found[names] += 1
+        shutil.rmtree(folder)
+    sys.stdout.write(
+        f"{count} kills: the step had no name after {found[frozenset()]}, that of its state after {found[_STATE]}, "
+        f"and both after {found[_BOTH]}; nothing was lost, half or damaged\n"
+    )
 
 
 def main() -> None:
     """Kill a rank at each point."""
     warnings.simplefilter("ignore")
-    root = Path(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--random", type=int, default=0, help="kills at random moments instead")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    root = options.folder
     start = root / "start"
     writer = StoreWriter(start, model="model")
     save(_state(1, is_sharded=False), checkpoint_id="run:step-1", storage_writer=writer)
+    if options.random:
+        _kill_often(root, start, options.random, options.seed)
+        return
     for index, (name, point) in enumerate(POINTS.items()):
         sys.stderr.write(f"a {name} is killed\n")
         folder = root / str(index)
         shutil.copytree(start, folder)
-        _check(folder, point)
+        _kill_at(point, folder)
+        _check(folder, [point.names])
     assert blobstore.open("run:step-1", store=start)
 
 
