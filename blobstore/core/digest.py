@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core import interrupts
@@ -102,6 +103,43 @@ class Digester:
     def digest(self) -> Digest:
         """Return the digest of all bytes added so far."""
         return Digest(self._hash.hexdigest())
+
+
+class PieceDigester:
+    """A digest of bytes in memory that threads provide in any order, each piece once.
+
+    A thread hashes what has arrived in order, unless another thread is doing so.
+    """
+
+    def __init__(self) -> None:
+        self._digester = Digester()
+        self._arrived: dict[int, memoryview] = {}
+        self._is_busy = False
+        self._lock = threading.Lock()
+
+    def add(self, begin: int, piece: memoryview) -> None:
+        """Add the bytes from ``begin`` on."""
+        with self._lock:
+            self._arrived[begin] = piece
+            if self._is_busy:
+                return
+            self._is_busy = True
+        while True:
+            with self._lock:
+                following = self._arrived.pop(self._digester.size, None)
+                if following is None:
+                    self._is_busy = False
+                    return
+            self._digester.update(following)
+
+    @property
+    def size(self) -> int:
+        """The bytes that are hashed."""
+        return self._digester.size
+
+    def digest(self) -> Digest:
+        """Return the digest, after all pieces were added."""
+        return self._digester.digest()
 
 
 def git_digester(size: int) -> hashlib._Hash:

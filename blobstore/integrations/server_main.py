@@ -47,7 +47,7 @@ def run_server(
         arguments: the command line; by default that of this process.
     """
     options, rest = _parser(module, server, command).parse_known_args(arguments)
-    opening = {"verify": options.verify, "read": options.read}
+    opening = {"read": options.read} | ({"verify": options.verify} if options.verify else {})
     try:
         if options.store == "":  # an unset variable of a script must not mean the current folder
             raise UsageError("--store must not be empty")
@@ -82,8 +82,8 @@ def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify",
         choices=get_args(Verify),
-        default="size",
-        help="how closely to check blobs before they are used (default: size)",
+        help="how closely to check blobs before they are used (default: $BLOBSTORE_VERIFY, or digest if "
+        "the store can keep what was hashed, and else size)",
     )
     parser.add_argument(
         "--read",

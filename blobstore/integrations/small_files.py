@@ -7,28 +7,34 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobstoreError
+from blobstore.models.checks import check_level
 from blobstore.models.contents import small_files
 from blobstore.models.small_files import first_text
+from blobstore.remotes.addresses import is_address
 from blobstore.sources.small_files import MAX_SMALL_FILE
+from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Reference
     from blobstore.models.read_strategy import Read
     from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model, Verify
+    from blobstore.store.local import StoreLike
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")
 """Keys of configs that state a number of layers, each of which has tensors."""
 _ALWAYS_ALLOWED = 1000
 """Numbers of layers that are not questioned: layers may share tensors."""
 _MAX_DEPTH = 8
+_VERIFY = "BLOBSTORE_VERIFY"
 ADAPTER_CONFIG = "adapter_config.json"
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
 _SPARE = 8
@@ -43,6 +49,23 @@ class OpenOptions(TypedDict, total=False):
     verify: Verify
     read: Read
     progress: Progress | None
+
+
+def verify_level(given: Verify | None, name: str | Reference, store: StoreLike) -> Verify:
+    """Return the level of ``verify`` for a server: what was given, or ``$BLOBSTORE_VERIFY``, or the default.
+
+    That is ``digest`` for a model of the store, if the store can keep what was hashed: so a blob is hashed once
+    after it has arrived. Otherwise each start would take the time, and it is ``size``.
+
+    Raises:
+        UsageError: there is no such level.
+    """
+    if level := given or os.environ.get(_VERIFY):
+        check_level(level)
+        return cast("Verify", level)
+    is_stored = not is_address(name) and not str(name).endswith(".gguf")
+    is_kept = is_stored and LocalStore.of(store).verified_blobs().is_kept
+    return "digest" if is_kept else "size"
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from blobstore.integrations.small_files import (
     library_errors,
     read_json,
     temporary_folder,
+    verify_level,
 )
 from blobstore.integrations.source_names import (
     PublishedTensors,
@@ -89,7 +90,7 @@ def from_store(
     strict: bool = True,
     dequantize: bool | None = None,
     trust_remote_code: bool = False,
-    verify: Verify = "size",
+    verify: Verify | None = None,
     read: Read = "auto",
     **options: Any,
 ) -> transformers.PreTrainedModel:
@@ -118,7 +119,8 @@ def from_store(
             ``accelerate``, and others ``compressed-tensors``. The default is to do so on a CPU, and
             where transformers has no quantizer. All other types are always dequantized.
         trust_remote_code: run the code that came with the model, if its config names some.
-        verify: as in :func:`blobstore.open`.
+        verify: as in :func:`blobstore.open`. The default is ``$BLOBSTORE_VERIFY``, or ``digest`` if the store
+            can keep what was hashed, and else ``size``.
         read: as in :func:`blobstore.open`.
         options: passed to ``from_pretrained``, such as ``attn_implementation``.
 
@@ -132,6 +134,7 @@ def from_store(
             unexpected tensors.
     """
     check_device(device)
+    verify = verify_level(verify, name, store)
     is_plain = device == "cpu" if dequantize is None else dequantize
     if not is_plain:
         with open_model(name, store=store, verify="none") as model:

@@ -51,6 +51,7 @@ def check_blobs(
     index: TensorIndex,
     verify: str,
     progress: Progress | None = None,
+    deferred: Collection[Digest] = (),
 ) -> None:
     """Check the blobs of a model, if the level reads headers; otherwise do nothing.
 
@@ -60,6 +61,7 @@ def check_blobs(
         index: the index that the model is used with.
         verify: the level.
         progress: called with the bytes that are hashed.
+        deferred: blobs that are hashed later, when they are read.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is missing or damaged; the message names the layer. Or
@@ -82,7 +84,7 @@ def check_blobs(
         except BlobstoreError as error:
             raise at_layer(error, layers[slot]) from None
     if verify != "header":
-        blobs: Sequence[Descriptor] = parsed.blobs
+        blobs: Sequence[Descriptor] = [blob for blob in parsed.blobs if blob.digest not in deferred]
         verified = store.verified_blobs()
         if verify == "digest":
             blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
+from blobstore.core.digest import PieceDigester
+from blobstore.core.escape import quote
 from blobstore.core.fork import renew_lock_in_children
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
@@ -32,13 +34,15 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
 from blobstore.models.small_files import faults_located
+from blobstore.store.hot import ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.models.small_files import ModelFiles
+    from blobstore.store.verified_cache import VerifiedBlobs
 
 _REQUEST = 4 << 20
 """Bytes per request for data that may not be in memory yet."""
@@ -120,6 +124,8 @@ class ModelMemory:
         mapped = set() if region is None else region.present  # cold blobs are not mapped
         self._absent = set(range(len(blobs))) - mapped
         self._unpopulated = set(range(len(blobs))) if read == "populate" else set()
+        self._unverified: set[int] = set()
+        """The slots of blobs whose digests are compared when they are copied."""
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
         self._next_slot = -1
@@ -142,7 +148,7 @@ class ModelMemory:
 
     def reads_parts(self, slot: int) -> bool:
         """Return whether a part of a blob should be read by itself, without loading the blob."""
-        return slot in self._absent and (self._is_read or self._is_remote(slot))
+        return self._is_copied(slot) and slot not in self._unverified
 
     def needs_remote(self, slot: int) -> bool:
         """Return whether a blob is neither in memory nor local."""
@@ -154,8 +160,8 @@ class ModelMemory:
 
     def reads_alone(self, slot: int, nbytes: int) -> bool:
         """Return whether a tensor of ``nbytes`` is read by itself, without the rest of its blob."""
-        is_absent = self._is_shared and slot in self._absent
-        return (is_absent and self._blobs[slot][1] - nbytes > _ALONE) or self.reads_tensors(slot)
+        is_part = self._is_shared and self.reads_parts(slot)
+        return (is_part and self._blobs[slot][1] - nbytes > _ALONE) or self.reads_tensors(slot)
 
     @functools.cached_property
     def _gguf_files(self) -> frozenset[Digest]:
@@ -196,6 +202,20 @@ class ModelMemory:
             except OSError as error:
                 digest, _ = self._blobs[slot]
                 raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
+
+    def verify_copies(self, *, again: bool = False) -> set[Digest]:
+        """Compare the digests of blobs that will be copied, before anything of them is handed out; return which.
+
+        Those that were found intact and are unchanged since then are not hashed, unless ``again``.
+        """
+        slots = {slot for slot in self._absent if self._is_read and not self._is_remote(slot)}
+        has = self._verified.has
+        self._unverified = {slot for slot in slots if again or not has(*self._blobs[slot])}
+        return {self._blobs[slot][0] for slot in slots}
+
+    @functools.cached_property
+    def _verified(self) -> VerifiedBlobs:
+        return self._store.verified_blobs()
 
     def map_hot(self) -> bool:
         """Map all blobs that are not cold. Returns whether all blobs are in memory then.
@@ -270,13 +290,16 @@ class ModelMemory:
         if self._is_read:
             if is_in_order and self._is_shared and absent:
                 absent |= self._following(absent)
-            self._read(absent, region)
+            self._read_verified(absent, region)
         elif cold := self._map_hot(absent, region):
             self._decompress(cold, region)
         if unpopulated := wanted & self._unpopulated:
             self._populate(unpopulated, region)
         self._is_used |= bool(wanted)
         return region
+
+    def _is_copied(self, slot: int) -> bool:
+        return slot in self._absent and (self._is_read or self._is_remote(slot))
 
     def _is_remote(self, slot: int) -> bool:
         return not self._store.is_local(self._blobs[slot][0])
@@ -300,7 +323,7 @@ class ModelMemory:
         """Return the blobs to copy that come next, if those are read one after the other: ever more of them."""
         first, last = min(slots), max(slots)
         between = range(self._next_slot, first)
-        is_next = 0 <= self._next_slot <= first and not any(map(self.reads_parts, between))
+        is_next = 0 <= self._next_slot <= first and not any(map(self._is_copied, between))
         self._window = min(max(2 * self._window, _FIRST_WINDOW), _MAX_WINDOW) if is_next else 0
         self._next_slot, size = last + 1, 0
         for slot in range(last + 1, len(self._blobs)):
@@ -308,7 +331,7 @@ class ModelMemory:
             if size > self._window:
                 break
             self._next_slot = slot + 1
-        return set(filter(self.reads_parts, range(last + 1, self._next_slot)))
+        return set(filter(self._is_copied, range(last + 1, self._next_slot)))
 
     def _read_instead(self) -> None:
         """Release all maps, and read blobs from now on, as the process may not map all of them."""
@@ -354,7 +377,31 @@ class ModelMemory:
         self._absent -= cold
         self._unpopulated -= cold
 
-    def _read(self, slots: set[int], region: MappedRegion) -> None:
+    def _read_verified(self, slots: set[int], region: MappedRegion) -> None:
+        """Read blobs, and compare the digests of those that are unverified."""
+        unverified = sorted(slots & self._unverified)
+        before = {slot: self._verified.look(self._blobs[slot][0]) for slot in unverified}
+        found = {slot: PieceDigester() for slot in unverified}
+        self._read(slots, region, found)
+        for slot in unverified:
+            digest, size = self._blobs[slot]
+            if found[slot].size < size:  # it was decompressed, or read with others
+                found[slot].add(0, region.slot_view(slot, 0, size)[:size])
+            if (actual := found[slot].digest()) != digest:
+                self._absent.update(unverified)
+                self._verified.forget(before[slot])
+                self._verified.save()
+                path = quote(self._store.blob_path(digest))
+                raise BlobDamaged(
+                    f"blob {path} is damaged: its bytes have digest {actual}", advice=ADVICE
+                )
+            self._verified.note(before[slot])
+        self._unverified.difference_update(unverified)
+        self._verified.save()
+
+    def _read(
+        self, slots: set[int], region: MappedRegion, digesters: Mapping[int, PieceDigester]
+    ) -> None:
         # Done first: it takes the lock of the address space, for which reading threads would wait.
         cached: dict[int, bool] = {}
         for slot in slots:
@@ -372,6 +419,8 @@ class ModelMemory:
             if cached[slot]:
                 view = view[: end - begin]
             self._store.read_into(*self._blobs[slot], begin, view, past_cache=not cached[slot])
+            if slot in digesters:
+                digesters[slot].add(begin, view[: end - begin])
 
         self._run(read, set(cached), _REQUESTS)
         self._absent -= cached.keys()

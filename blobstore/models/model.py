@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
     from typing import Self
 
+    from blobstore.core.digest import Digest
     from blobstore.core.mmap import MappedRegion
     from blobstore.core.progress import Progress
     from blobstore.core.slicing import Index
@@ -473,10 +474,15 @@ class Model(ModelFiles, Mapping[str, Array]):
                 # Loading checks the sizes, and later changes of the store have no effect.
                 self._memory.load(range(len(self._index.blobs)))
             return
+        deferred: Collection[Digest] = ()
+        if verify in ("digest", "rehash") and not self._target.has_stream:
+            deferred = self._memory.verify_copies(again=verify == "rehash")
         try:
-            check_blobs(self.store, self._manifest, self._index, verify, self._progress)
+            check_blobs(self.store, self._manifest, self._index, verify, self._progress, deferred)
         except BlobstoreError as error:
             raise error.at(str(self.reference)) from None
+        if deferred and not self._chooser.is_auto:
+            self._memory.load(range(len(self._index.blobs)))
 
     def map_hot(self) -> bool:
         """Map all blobs that are not cold. Returns whether these are all blobs.

@@ -92,6 +92,11 @@ class VerifiedBlobs:
         return known is not None and known == state.versions[0]
 
     @property
+    def is_kept(self) -> bool:
+        """Whether this process can write new entries."""
+        return self._latest > 0
+
+    @property
     def saved_at(self) -> float:
         """When blobs were last found intact, in seconds since the epoch; 0 if they never were."""
         with _opened(self._path) as table:

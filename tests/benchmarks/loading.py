@@ -28,6 +28,7 @@ import blobstore
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DTYPES, TensorSpec
 from tests.benchmarks import common
+from tests.support import fuse_mount
 
 _TENSORS = 200
 _REQUEST = 4 << 20
@@ -134,6 +135,42 @@ def copied(case: str, file: Path, store: blobstore.LocalStore) -> float:
     return float(result.stdout)
 
 
+def on_a_slow_mount(store: blobstore.LocalStore, place: Path, rounds: int, nbytes: int) -> None:
+    """Print how fast a model is read through FUSE, with 1 ms per request and 200 MB/s."""
+    place.mkdir()
+
+    def sequentially(root: Path) -> None:
+        for path in sorted((root / "blobs").iterdir()):
+            with path.open("rb", buffering=0) as file:
+                while file.read(8 << 20):
+                    pass
+
+    def opened(root: Path, **how: Any) -> None:
+        # Nothing is remembered there, because it is read-only.
+        with blobstore.open(
+            "m", store=blobstore.LocalStore(root), framework="torch", **how
+        ) as model:
+            touch(model.state_dict().values())
+
+    def mounted(read: Callable[[Path], None]) -> float:
+        with fuse_mount.mounted(store.root, place, delay=1e-3, rate=2e8) as mount:
+            return common.timed(lambda: read(mount.path))
+
+    first = "one sequential read of the files"
+    cases: dict[str, Callable[[Path], None]] = {
+        first: sequentially,
+        "blobstore": opened,
+        "blobstore, verify=digest": partial(opened, verify="digest"),
+        "blobstore, read=mmap": partial(opened, read="mmap"),
+    }
+    print("On a mount with 1 ms per request and 200 MB/s, touched\n")
+    common.table(
+        common.rounds({name: partial(mounted, read) for name, read in cases.items()}, rounds),
+        first,
+        nbytes,
+    )
+
+
 def main() -> None:
     """Print the tables."""
     options = common.arguments(__doc__)
@@ -211,6 +248,8 @@ def main() -> None:
             at_hand()
 
         common.table(common.rounds(cold, options.rounds, chill), limit, nbytes)
+        if not fuse_mount.why_not():
+            on_a_slow_mount(store, folder / "mount", options.rounds, nbytes)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,44 @@ def test_a_broken_header_is_named_without_an_index(
     error = refused(library, store)
     assert isinstance(error, BlobDamaged)
     assert f"m:latest: layer '{NORM}': blob " in str(error)
+
+
+@pytest.mark.parametrize("read", ["auto", "pread"])
+def test_a_flipped_bit_is_found_by_default(
+    read: str, library: str, store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    flip_bit_of_norm(store, -1)
+    error = refused(library, store, read=read)
+    assert isinstance(error, BlobDamaged)
+    assert str(error).startswith(f"m:latest: layer '{NORM}': blob ")
+    load(library, "m", store, read=read, verify="size")
+
+
+def test_a_server_whose_model_has_a_flipped_bit_does_not_start(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    flip_bit_of_norm(store, -1)
+    command = [sys.executable, "-m", "blobstore.integrations.mlx_lm.server", "m"]
+    ended = subprocess.run(
+        [*command, "--store", store.root], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == BlobDamaged.exit_code
+    assert f"layer '{NORM}'" in ended.stderr
+
+
+def test_the_environment_says_how_closely_to_check(
+    library: str, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
+    flip_bit_of_norm(store, -1)
+    monkeypatch.setenv("BLOBSTORE_VERIFY", "size")
+    load(library, "m", store)
+    refused(library, store, verify="digest")
+    monkeypatch.setenv("BLOBSTORE_VERIFY", "all")
+    assert "verify must be none, size, header, digest or rehash" in str(refused(library, store))
 
 
 def test_a_missing_blob_is_named(library: str, store: LocalStore, tmp_path: Path) -> None:

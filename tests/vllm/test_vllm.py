@@ -295,10 +295,10 @@ def test_damage_is_reported_before_memory_is_taken(store: LocalStore, tmp_path: 
     path = blob_path(store, "model.norm.weight")
     flip(path)
     with pytest.raises(BlobDamaged, match="'model.norm.weight'"):
-        LLM(**FAST, **options(store, source, verify="digest"))
+        LLM(**FAST, **options(store, source))  # hashed by default
     with (
         pytest.raises(BlobDamaged, match="'model.norm.weight'"),
-        engine_options("m", store=store, verify="digest"),
+        engine_options("m", store=store),
     ):
         pass
     path.unlink()

@@ -16,6 +16,7 @@ from blobstore.integrations.small_files import (
     library_errors,
     read_json,
     temporary_folder,
+    verify_level,
 )
 from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.models.published import published_scheme
@@ -58,7 +59,8 @@ def load(
         lazy: let mlx-lm compute converted weights on first use.
         tokenizer_config: settings of the tokenizer.
         model_config: values that replace those of the config.
-        opening: ``verify``, ``read`` and ``progress`` of :func:`blobstore.open`.
+        opening: ``verify``, ``read`` and ``progress`` of :func:`blobstore.open`. The default of ``verify`` is
+            ``$BLOBSTORE_VERIFY``, or ``digest`` if the store can keep what was hashed, and else ``size``.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -121,6 +123,7 @@ def _opened(
     patterns: Sequence[str] = ("*",),
 ) -> Iterator[tuple[Model, Weights, Path]]:
     """Give a model, its weights (not read yet), and a folder with its files as mlx-lm expects them."""
+    opening["verify"] = verify_level(opening.get("verify"), name, store)
     with open_model(name, store=store, framework="numpy", dequantize=DECODED, **opening) as stored:
         config = read_json(stored, "config.json")
         if "model_file" in config:

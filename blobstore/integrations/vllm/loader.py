@@ -114,7 +114,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 len(offered.names),
                 stored.reference,
                 time.perf_counter() - began,
-                self._settings.verify,
+                self._settings.verify or "default",
             )
 
     def _target_device(self, vllm_config: Any, model_config: Any) -> str:

@@ -12,7 +12,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.integrations.small_files import read_json, temporary_folder
+from blobstore.integrations.small_files import read_json, temporary_folder, verify_level
 from blobstore.integrations.source_names import is_dequantized, modelopt_settings, quant_settings
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify
@@ -47,8 +47,8 @@ class Settings:
     """The store's folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``."""
     manifest: str | None = None
     """The digest that the model's manifest must have, so that all processes load the same model."""
-    verify: Verify = "size"
-    """As in :func:`blobstore.open`, like ``read``."""
+    verify: Verify | None = None
+    """As in :func:`blobstore.open`, like ``read``; by default as :func:`verify_level` says."""
     read: Read = "auto"
     strict: bool = True
     """Fail if tensors are missing or vLLM does not use some; otherwise only log that."""
@@ -94,7 +94,7 @@ class Settings:
             framework="torch",
             device=device,
             dequantize=dequantize,
-            verify=self.verify,
+            verify=verify_level(self.verify, self.name, self.store),
             read=self.read,
         ) as model:
             found = str(Digest.of(model.data))
@@ -107,7 +107,7 @@ class Settings:
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "verify": get_args(Verify),
+    "verify": (None, *get_args(Verify)),
     "read": get_args(Read),
 }
 
@@ -130,7 +130,7 @@ def engine_options(
     name: str | Reference,
     *,
     store: StoreLike = None,
-    verify: Verify = "size",
+    verify: Verify | None = None,
     read: Read = "auto",
     strict: bool = True,
     dequantize: bool | None = None,
@@ -143,7 +143,8 @@ def engine_options(
     Args:
         name: the name, ``[host/][namespace/]model[:tag]``, or an address as in :func:`blobstore.open`.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        verify: as in :func:`blobstore.open`. The check runs here, before vLLM takes any memory.
+        verify: as in :func:`blobstore.open`. The check runs here, before vLLM takes any memory. The default is
+            ``$BLOBSTORE_VERIFY``, or ``digest`` if the store can keep what was hashed, and else ``size``.
         read: as in :func:`blobstore.open`.
         strict: fail if tensors are missing or vLLM does not use some.
         dequantize: give vLLM plain values of FP8 weights, of NVFP4 weights with global scales and of
@@ -159,7 +160,8 @@ def engine_options(
     """
     store = LocalStore.of(store)
     model_name = name if is_address(name) else str(Reference.of(name))
-    checked = Settings(name=model_name, store=str(store.root), verify=verify)
+    # Mapped, as this process needs no copy of what lies on a network.
+    checked = Settings(name=model_name, store=str(store.root), verify=verify, read="mmap")
     with contextlib.ExitStack() as stack:
         with checked.open() as model:
             settings = replace(

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digest, Digester, PieceDigester
 from blobstore.errors import InvalidDigest, UsageError
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -83,3 +86,25 @@ def test_accepts_only_what_is_safe_as_a_file_name(text: str) -> None:
 
 def test_digests_compare_by_value() -> None:
     assert {Digest.of(b"a"), Digest.of(b"a"), Digest.of(b"b")} == {Digest.of(b"b"), Digest.of(b"a")}
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), max_size=9), st.randoms())
+def test_pieces_are_hashed_in_their_order_however_they_arrive(
+    parts: list[bytes], random: Any
+) -> None:
+    whole, digester = b"".join(parts), PieceDigester()
+    begins = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    shuffled = list(zip(begins, parts, strict=True))
+    random.shuffle(shuffled)
+    for begin, part in shuffled:
+        digester.add(begin, memoryview(part))
+    assert (digester.size, digester.digest()) == (len(whole), Digest.of(whole))
+
+
+def test_threads_hash_pieces_together() -> None:
+    data = os.urandom(1 << 20)
+    digester = PieceDigester()
+    with ThreadPoolExecutor(8) as pool:
+        for begin in range(0, len(data), 4096):
+            pool.submit(digester.add, begin, memoryview(data)[begin : begin + 4096])
+    assert digester.digest() == Digest.of(data)

@@ -35,7 +35,7 @@ def test_passes_on_model_store_and_the_server_s_own_options(tmp_path: Path) -> N
 def test_has_the_defaults_of_the_library() -> None:
     served: list[ServerOptions] = []
     assert serve(served, "m") == 0
-    assert served[0].opening == {"verify": "size", "read": "auto"}
+    assert served[0].opening == {"read": "auto"}
 
 
 def test_accepts_no_abbreviated_options() -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 import blobstore
-from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, ModelNotFound
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+    UsageError,
+)
 from blobstore.integrations import small_files
 from blobstore.integrations.small_files import (
     check_layers,
@@ -18,6 +24,7 @@ from blobstore.integrations.small_files import (
     library_errors,
     read_json,
     temporary_folder,
+    verify_level,
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -236,3 +243,18 @@ def test_an_adapter_says_how_it_is_loaded(store: LocalStore, tmp_path: Path) -> 
         ),
     ):
         read_json(model, "config.json")
+
+
+@pytest.mark.parametrize("name", ["m", "s3://bucket/m:latest", "m.gguf"])
+def test_models_are_hashed_by_default_where_that_is_remembered(
+    name: str, model: blobstore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BLOBSTORE_VERIFY", raising=False)
+    assert verify_level(None, name, model.store.root) == ("digest" if name == "m" else "size")
+    assert verify_level(None, name, tmp_path / "cannot be written") == "size"
+    assert verify_level("header", name, model.store.root) == "header"
+    monkeypatch.setenv("BLOBSTORE_VERIFY", "none")
+    assert verify_level(None, name, model.store.root) == "none"
+    monkeypatch.setenv("BLOBSTORE_VERIFY", "everything")
+    with pytest.raises(UsageError, match="must be none, size, header, digest or rehash"):
+        verify_level(None, name, model.store.root)

@@ -12,15 +12,18 @@ import pytest
 import blobstore
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageError
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors.header import encode_header
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
-from tests.support.damage import blob_path, forge_index, index_file
+from tests.support.damage import blob_path, flip, forge_index, index_file
+from tests.support.frozen import put
 from tests.support.models import (
     add_blobs,
     blob,
@@ -303,6 +306,31 @@ def test_hashed_blobs_are_not_hashed_again(settled: LocalStore) -> None:
     assert hashed(settled, "digest") == all_layers(settled)
     assert hashed(settled, "digest") == set()
     assert hashed(settled, "rehash") == all_layers(settled)
+
+
+def test_blobs_that_are_copied_are_remembered_too(settled: LocalStore) -> None:
+    put(settled, "cold", {"x": 1})
+    freeze_models(["cold"], store=settled)
+    for name in ("m", "cold"):
+        for level in ("digest", "digest", "rehash"):
+            blobstore.open(name, store=settled, verify=level, read="pread").close()  # type: ignore[call-overload]
+    known = settled.verified_blobs()
+    weights = settled.resolve("m").layers_of(*media_types.WEIGHTS)
+    assert all(known.has(layer.digest, layer.size) for layer in weights)
+    assert hashed(settled, "digest") == set()
+
+
+def test_a_copy_that_is_damaged_is_forgotten(settled: LocalStore) -> None:
+    for read in ("mmap", "pread"):
+        blobstore.open("m", store=settled, verify="digest", read=read).close()  # type: ignore[call-overload]
+    path = blob_path(settled, NORM)
+    flip(path)
+    for _ in range(2):
+        with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* bytes have digest"):
+            blobstore.open("m", store=settled, verify="digest", read="pread")
+    flip(path)
+    with blobstore.open("m", store=settled, verify="digest", read="pread") as model:
+        np.testing.assert_array_equal(model[NORM], TENSORS[NORM])
 
 
 def test_only_changed_blobs_are_hashed_again(settled: LocalStore) -> None:

@@ -12,11 +12,13 @@ import pytest
 
 import blobstore
 from blobstore.core.mounts import FileSystem
-from blobstore.errors import UsageError
+from blobstore.errors import BlobDamaged, UsageError
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.models import read_strategy
 from blobstore.models.read_strategy import ReadFacts, choose
 from blobstore.store.local import LocalStore
 from tests.support import fuse_mount
+from tests.support.damage import flip
 from tests.support.fuse_mount import Mounted
 from tests.support.gguf_files import gguf_file
 from tests.support.models import write_folder
@@ -208,6 +210,51 @@ def test_a_rank_reads_its_slices_alone(remote: Mounted) -> None:
     for array, part in zip(TENSORS.values(), parts, strict=True):
         np.testing.assert_array_equal(part, array[1:2])
     assert sum(part.nbytes for part in parts) <= remote.bytes_read < 12 * MIB
+
+
+@pytest.fixture
+def damaged(shown: Path, remote: Mounted) -> Iterator[Mounted]:
+    """Flip a bit in the last blob of a tensor."""
+    path = Path(LocalStore(shown).blob_path(tensor_layers(shown)[-1].digest))
+    flip(path)
+    yield remote
+    flip(path)
+
+
+def tensor_layers(root: Path) -> list[Descriptor]:
+    return [layer for layer in LocalStore(root).resolve("m").layers if layer.size > MIB]
+
+
+@needs_fuse
+@pytest.mark.parametrize("read", ["auto", "pread"])
+def test_a_remote_model_is_hashed_by_what_reads_it(remote: Mounted, read: Any) -> None:
+    store = LocalStore(remote.path)
+    with blobstore.open("m", store=store, verify="digest", read=read) as model:
+        found = model.state_dict()
+    for name, array in TENSORS.items():
+        np.testing.assert_array_equal(found[name], array)
+    size = sum(array.nbytes for array in TENSORS.values())
+    assert size <= remote.bytes_read < size + MIB
+
+
+@needs_fuse
+def test_a_blob_of_a_remote_model_is_hashed_before_its_first_use(damaged: Mounted) -> None:
+    last = f"m:latest: layer '{list(TENSORS)[-1]}': blob .* its bytes have digest"
+    with blobstore.open("m", store=LocalStore(damaged.path), verify="digest") as model:
+        np.testing.assert_array_equal(model["layer.3.weight"], TENSORS["layer.3.weight"])
+        for use in (
+            lambda: model["layer.7.weight"],
+            lambda: model["layer.7.weight"],  # nor later
+            lambda: model.view("layer.7.weight"),
+            lambda: model.get_slice("layer.7.weight")[:1],
+            lambda: list(model.read_parts([("layer.7.weight", 0)])),
+            lambda: dict(model.iter_tensors()),
+            model.state_dict,
+        ):
+            with pytest.raises(BlobDamaged, match=last):
+                use()
+    with pytest.raises(BlobDamaged, match=last):
+        blobstore.open("m", store=LocalStore(damaged.path), verify="digest", read="pread")
 
 
 @needs_fuse

@@ -1077,7 +1077,7 @@ def test_a_model_opens_in_a_process_that_may_map_few_files(
 
 LAZY: list[dict[str, Any]] = [
     {"verify": "none"},
-    {"read": "pread", "verify": "digest"},
+    {"read": "pread", "verify": "header"},
     {"read": "pread", "verify": "none"},
 ]
 WAYS = [{}, {"read": "populate"}, {"read": "pread"}, {"verify": "header"}, *LAZY]

@@ -46,7 +46,7 @@ def test_accepts_all_settings() -> None:
 
 def test_requires_only_a_name() -> None:
     assert Settings.parse({"name": "m"}) == Settings(
-        name="m", store=None, manifest=None, verify="size", read="auto", strict=True
+        name="m", store=None, manifest=None, verify=None, read="auto", strict=True
     )
 
 
