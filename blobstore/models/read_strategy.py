@@ -1,13 +1,13 @@
 """How a model's blobs are best read, chosen by what they lie on.
 
-Nothing is timed: equal facts give equal choices. `docs/internals/decisions/0018-how-to-read.md` says why.
+Nothing is timed: equal facts give equal choices. `docs/internals/decisions/0018-the-file-system-says-how-to-read.md` says why.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast, get_args
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -87,7 +87,7 @@ class ReadChooser:
         self._store = store
         self.is_auto = read == "auto"
         """Whether the user left the choice."""
-        self._given = ReadStrategy(read, "it was asked for")  # type: ignore[arg-type]
+        self._given = ReadStrategy(cast("Read", read), "it was asked for")
         # Where any blob is, so are the others.
         path = store.blob_path(Digest.of(b"")) if self.is_auto else ""
         self._file_system = file_system_of(path) if path else FileSystem("")
