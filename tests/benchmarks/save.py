@@ -1,13 +1,15 @@
 """Saving a state dict of 1 GiB in 300 bf16 tensors, compared with the limits of the machine.
 
 The limit is that of an import: two threads hash the bytes, write them to a file each, and sync it as they go.
-A save in the background is compared with one copy of the tensors in memory.
+A save in the background, after a first one, is compared with one copy of the tensors to memory that is there.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+
+import torch
 
 import blobstore
 from blobstore.safetensors.torch import load_file
@@ -46,8 +48,12 @@ def main() -> None:
             shutil.rmtree(folder / "new")
             return taken
 
-        def clone() -> float:
-            return common.timed(lambda: [tensor.clone() for tensor in tensors.values()])
+        buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+        def copy() -> float:
+            return common.timed(
+                lambda: [buffers[name].copy_(tensor) for name, tensor in tensors.items()]
+            )
 
         def prepare() -> None:
             os.sync()
@@ -58,11 +64,9 @@ def main() -> None:
         common.table(
             common.rounds({best: limit, "save, new": save}, options.rounds, prepare), best, nbytes
         )
-        copies = {
-            "clone each tensor": clone,
-            "save in the background, until it returns": in_background,
-        }
-        common.table(common.rounds(copies, options.rounds, prepare), "clone each tensor", nbytes)
+        best = "copy each tensor"
+        copies = {best: copy, "save in the background, until it returns": in_background}
+        common.table(common.rounds(copies, options.rounds, prepare), best, nbytes)
 
 
 if __name__ == "__main__":
