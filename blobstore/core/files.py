@@ -229,15 +229,6 @@ def write_all(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_all_at(descriptor: int, data: Buffer, position: int) -> int:
-    """Write every byte of ``data`` at a position of a file, and return where it ends."""
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
-    return position
-
-
 def pieces_of(descriptor: int) -> Iterator[memoryview]:
     """Yield the bytes of a file, each piece valid until the next one."""
     buffer, position = memoryview(bytearray(1 << 20)), 0

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, pieces_of, sync_folder, write_all, write_all_at
+from blobstore.core.files import FileState, pieces_of, sync_folder, write_all
 from blobstore.core.system import booted_system
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, StoreError
@@ -185,8 +185,8 @@ class Ingest:
         status, system = self._layout.temporary.stat(), booted_system()
         return f"{system} {status.st_dev} {status.st_ino}" if system else ""
 
-    def write_parts(self, name: str, parts: Iterable[tuple[int, Iterable[Buffer]]]) -> None:
-        """Write parts of a temporary file that processes of one machine write together: positions and bytes.
+    def write_parts(self, name: str, parts: Iterable[tuple[int, Buffer]]) -> None:
+        """Write parts of a temporary file that processes of one machine write together, at their positions.
 
         Raises:
             OSError: writing failed.
@@ -194,22 +194,22 @@ class Ingest:
         """
         path, descriptor = self._lease.create_file(name)
         try:
-            for position, pieces in parts:
-                end = position
-                for piece in pieces:
-                    self._check_open()
-                    end = write_all_at(descriptor, piece, end)
+            for position, data in parts:
+                self._check_open()
+                os.lseek(descriptor, position, os.SEEK_SET)
+                write_all(descriptor, data)
         except BaseException:
             path.unlink(missing_ok=True)  # the import may have ended before there was a file
             raise
         finally:
             self._lease.close_file(descriptor)
 
-    def add_parts(self, name: str, size: int) -> Ingested:
-        """Add the file of :meth:`write_parts` as a blob, when all processes have written theirs.
+    def add_parts(self, name: str, size: int, header: bytes) -> Ingested:
+        """Add the file of :meth:`write_parts` as a blob, when all processes have written what follows its header.
 
         Raises as :meth:`add`.
         """
+        self.write_parts(name, [(0, header)])
         return self._write(size, (), name)
 
     def add_hashed(self, digest: Digest, data: memoryview) -> None:

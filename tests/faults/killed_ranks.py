@@ -60,7 +60,7 @@ class Point(NamedTuple):
 POINTS = {
     "rank within the exchange": Point(1, dist, "all_to_all_single", 2, is_after=False),
     "coordinator within the exchange": Point(0, dist, "all_to_all_single", 2, is_after=False),
-    "rank that has written a part of a file": Point(1, os, "pwrite", 2, is_after=True),
+    "rank that has written its part of a file": Point(1, Ingest, "write_parts", 2, is_after=True),
     "coordinator that hashes the file of all ranks": Point(
         0, Ingest, "add_parts", 1, is_after=False
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import operator
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from blobstore.models.torch_values import KINDS
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         TensorWriteData,
         WriteItem,
     )
-    from typing_extensions import Buffer
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Window
@@ -226,25 +226,26 @@ class RankState:
 
     def read(self, key: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor that this rank has completely, each valid until the next one."""
-        for chunk in self.boxes.get(key, ()):  # one, unless it has several that are rows
-            for window in self._windows(key, chunk):
-                # A copy: what is hashed is what is written, even if the program changes the tensor.
-                yield window.clone(memory_format=torch.contiguous_format).view(-1).numpy().data
+        for _, piece in self.pieces(key):
+            # A copy: what is hashed is what is written, even if the program changes the tensor.
+            yield piece.clone().numpy().data
 
-    def parts(self, blob: GatheredBlob) -> Iterator[tuple[int, Iterable[Buffer]]]:
-        """Yield where each part that this rank has of a blob belongs in it, and the bytes of the part."""
+    def parts(self, blob: GatheredBlob) -> Iterator[tuple[int, memoryview]]:
+        """Yield what this rank has of a blob of rows, and where each part begins."""
         begin = blob.begin
         for key, shape in blob.tensors:
-            for box in self.boxes.get(key, ()):
-                pieces = (one.view(-1).numpy().data for one in self._windows(key, box))
-                yield begin + (begin_of_rows(box, shape) or 0), pieces
+            for box, piece in self.pieces(key):
+                yield begin + (begin_of_rows(box, shape) or 0), piece.numpy().data
             begin += math.prod(shape)
 
-    def _windows(self, key: str, chunk: Box) -> Iterator[torch.Tensor]:
-        """Yield the bytes of one of the parts in their order."""
-        data = self._bytes(key, chunk)
-        for box in windows_of(chunk.sizes, self._window):
-            yield data[box.within(Box((0,) * len(chunk.sizes), chunk.sizes))].cpu()
+    def pieces(self, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield what this rank has of a tensor: the bytes of parts of at most a window, not copied."""
+        for chunk in self.boxes.get(key, ()):  # one, unless it has several that are rows
+            data = self._bytes(key, chunk)
+            for box in windows_of(chunk.sizes, self._window):
+                piece = data[box.within(Box((0,) * len(chunk.sizes), chunk.sizes))]
+                offsets = tuple(map(operator.add, chunk.offsets, box.offsets))
+                yield Box(offsets, box.sizes), piece.cpu().view(-1)
 
     def _bytes(self, key: str, box: Box) -> torch.Tensor:
         """Return the bytes of one of the parts. Raises UnsupportedSource."""

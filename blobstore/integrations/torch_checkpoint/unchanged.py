@@ -94,6 +94,6 @@ def _digest_of_parts(blob: GatheredBlob, state: RankState) -> bytes:
     digest = hashlib.sha256(blob.header)
     for key, shape in blob.tensors:
         digest.update(repr((key, shape, state.boxes.get(key))).encode())
-        for piece in state.read(key):
-            digest.update(piece)
+        for _, piece in state.pieces(key):
+            digest.update(piece.numpy().data)
     return digest.digest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -72,43 +71,30 @@ class _Blobs:
         self._task = task
         self._state = state
         self._ingest = ingest
+        self.shared = ingest if isinstance(ingest, Ingest) else None
         self.added = added
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
         """Return a blob that the store has, and keep it."""
         return self._ingest.find(digest, size)
 
-    @property
-    def folder(self) -> str:
-        """Where ranks of this machine can write files together; "" if nowhere."""
-        return _folder_of(self._ingest)
-
-    def write_parts(self, files: Mapping[str, GatheredBlob], jobs: int) -> None:
+    def write_parts(self, ingest: Ingest, files: Mapping[str, GatheredBlob], jobs: int) -> None:
         """Write what this rank has of files that several ranks write."""
-        headers = {blob.name: blob.header for blob in self._task.gathered}
-        ingest = self._ingest
-        if not isinstance(ingest, Ingest):
-            return
 
         def write(name: str) -> None:
-            blob = files[name]
-            parts = self._state.parts(blob)
-            if blob.name in headers:
-                parts = itertools.chain([(0, [headers[blob.name]])], parts)
-            ingest.write_parts(name, parts)
+            ingest.write_parts(name, self._state.parts(files[name]))
 
         WorkerPool(jobs, None, 0).run(files, write)
 
-    def add_parts(self, files: Mapping[str, GatheredBlob], jobs: int) -> None:
+    def add_parts(self, ingest: Ingest, files: Mapping[str, GatheredBlob], jobs: int) -> None:
         """Add the files that this rank owns, when all ranks have written."""
         names = {blob.name: name for name, blob in files.items()}
+
+        def add(blob: BlobPlan) -> None:
+            self.added[blob.name] = ingest.add_parts(names[blob.name], blob.size, blob.header)
+
         own = [blob for blob in self._task.gathered if blob.name in names]
-        ingest = self._ingest
-        if isinstance(ingest, Ingest):
-            items = WorkerPool(jobs, None, 0).run(
-                own, lambda blob: ingest.add_parts(names[blob.name], blob.size)
-            )
-            self.added.update((blob.name, item) for blob, item in zip(own, items, strict=True))
+        WorkerPool(jobs, None, 0).run(own, add)
 
     def gather(self, incoming: Windows, without: Collection[str]) -> None:
         """Add the blobs whose bytes come from several ranks."""
@@ -243,7 +229,8 @@ class StoreWriter(StorageWriter):
             layout.specs, model=self._model, files=self._files, metrics=self.metrics
         )
         self._import = self._opened.begin(step, self._named)
-        folder = _folder_of(self._import.blobs)
+        own = self._import.blobs
+        folder = own.machine_folder if isinstance(own, Ingest) else ""
         tasks = layout.tasks(step, self._import.name, folder, self._unchanged.token)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
@@ -319,7 +306,8 @@ class StoreWriter(StorageWriter):
             if blobs is not None:
                 pool = WorkerPool(jobs, None, 0)
                 votes = self._unchanged.look(task.previous, every, own, state, blobs.find, pool)
-        is_here = blobs is not None and blobs.folder == task.folder != ""
+        shared = None if blobs is None else blobs.shared
+        is_here = shared is not None and shared.machine_folder == task.folder != ""
         *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
         kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
         self._unchanged.settle(kept)
@@ -331,8 +319,9 @@ class StoreWriter(StorageWriter):
         without = kept.union(blob.name for blob in files.values())
         if blobs is not None:
             blobs.added.update(self._unchanged.found)
-            with first.kept():
-                blobs.write_parts(files, jobs)
+            if shared is not None:
+                with first.kept():
+                    blobs.write_parts(shared, files, jobs)
 
         def gather(incoming: Windows) -> None:
             if blobs is not None:
@@ -345,9 +334,9 @@ class StoreWriter(StorageWriter):
         chunks = list(task.chunks)
         chunks[task.rank] = state.boxes
         exchange(self._group, streams, chunks, state.bytes_of, gather, first, window=self._window)
-        if files and all(all_agree(self._group, [first.error is None])) and blobs is not None:
+        if files and all(all_agree(self._group, [first.error is None])) and blobs and shared:
             with first.kept():
-                blobs.add_parts(files, jobs)
+                blobs.add_parts(shared, files, jobs)
 
     def _check_group(self, world: int) -> None:
         if world > 1 and dist.get_world_size(self._group) != world:
@@ -408,10 +397,6 @@ class StoreWriter(StorageWriter):
         if self._import is not None:
             self._import.close()
         self._import = self._plan = None
-
-
-def _folder_of(blobs: StepBlobs) -> str:
-    return blobs.machine_folder if isinstance(blobs, Ingest) else ""
 
 
 def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:
