@@ -25,6 +25,7 @@ from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
+from blobstore.serve.connection import Connection, Refusal
 from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
@@ -154,7 +155,8 @@ class Server:
         from aiohttp import web
 
         async def handle(raw: web.BaseRequest) -> web.StreamResponse:
-            return await self._handle(raw, answer)
+            with _connection(raw.transport).answering():
+                return await self._handle(raw, answer)
 
         manager = web.Server(
             handle,
@@ -177,11 +179,11 @@ class Server:
         def connected() -> asyncio.Protocol:
             nonlocal opening
             if len(manager.connections) + opening >= most:
-                return _Refusal()
+                return Refusal()
             opening += 1
             # The manager knows a connection only when the loop gets to it, after others were accepted.
             loop.call_soon(loop.call_soon, opened)
-            return manager()
+            return Connection(manager())
 
         listening = await loop.create_server(connected, sock=listener, backlog=1024)
         chores = [
@@ -323,7 +325,8 @@ class Server:
                 body = None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BODY_SECONDS):
-                        body = await self._texts.read(raw.content, transport, MAX_BODY)
+                        taken = _connection(transport).taken
+                        body = await self._texts.read(raw.content, transport, MAX_BODY, taken)
                 if body is None:
                     return Response(413)
                 response = await self._sound(replace(request, body=body), answer)
@@ -473,22 +476,16 @@ async def _until(is_reached: Callable[[], bool]) -> None:
         await asyncio.sleep(interrupts.POLL)
 
 
-class _Refusal(asyncio.Protocol):
-    """Ends a connection beyond the limit."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        stream = cast("asyncio.Transport", transport)
-        stream.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n"
-            b"Connection: close\r\n\r\n"
-        )
-        stream.close()
-
-
 async def _begun(raw: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
     """Return a response whose head is on its way, or waits for the beginning of the body."""
     await response.prepare(raw)
     return response
+
+
+def _connection(transport: asyncio.Transport | None) -> Connection:
+    if transport is None:
+        raise ConnectionResetError("the client has left")
+    return cast("Connection", transport.get_protocol())
 
 
 def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
