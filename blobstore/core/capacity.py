@@ -30,7 +30,7 @@ class Capacity(NamedTuple):
 
 
 # A server
-CONNECTIONS: Final = Capacity(4096, "refused", "connections that are open")
+CONNECTIONS: Final = Capacity(4096, "yields", "connections that are open")
 JOBS: Final = Capacity(1000, "refused", "jobs of a kind of work that are begun or wait")
 ANSWER: Final = Capacity(8, "queued", "answers that take their time")
 SEND: Final = Capacity(8, "queued", "sends: reads of files")

@@ -1,4 +1,7 @@
-"""Connections of clients: how much a client may send before it is answered, and the end of those beyond the limit.
+"""Connections of clients: how many there may be, and how much a client may send before it is answered.
+
+If all are taken, one is ended for the next: the one that has moved no byte for the longest time, those that wait for no
+answer before others. So clients that say nothing, or read nothing, do not keep others out.
 
 aiohttp limits the lines of a head, and how many requests of a client wait for their turn. Both together are over 60 MiB
 for each connection, and more in some versions. So a connection is not read any more when its client has sent
@@ -9,47 +12,101 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 MAX_AHEAD: Final = 64 << 10
 """Bytes of heads, or of requests that wait. One read of a socket may exceed it. Forms that are read do not count."""
+GRACE_SECONDS: Final = 2.0
+"""How long a connection may move no byte if another one needs its place."""
+
+
+class Connections:
+    """The connections of a server."""
+
+    def __init__(self, most: int) -> None:
+        """Have none; allow so many."""
+        self._most = most
+        self._moved: dict[Connection, float] = {}
+        """When each has last moved a byte. The one that has done so last is the last one."""
+
+    def __len__(self) -> int:
+        return len(self._moved)
+
+    def accepted(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+        """Return the protocol of a new connection, which passes what it reads to that of ``make``, or refuses it."""
+        if len(self) >= self._most and not self._ends_one():
+            return Refusal()
+        connection = Connection(make(), self)
+        self.moved(connection)
+        return connection
+
+    def _ends_one(self) -> bool:
+        """End a connection that is in the way, and return True; return False if there is none."""
+        oldest = next(iter(self._moved))
+        idle = next((one for one in self._moved if not one.is_answering), oldest)
+        for one in (idle, oldest):
+            if time.monotonic() - self._moved[one] >= GRACE_SECONDS:
+                one.abort()
+                return True
+        return False
+
+    def moved(self, connection: Connection) -> None:
+        """Note that a connection has moved a byte now."""
+        self.left(connection)
+        self._moved[connection] = time.monotonic()
+
+    def left(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._moved.pop(connection, None)
 
 
 class Connection(asyncio.Protocol):
     """Passes what a client sends to another protocol."""
 
-    def __init__(self, handler: asyncio.Protocol) -> None:
+    def __init__(self, handler: asyncio.Protocol, host: Connections) -> None:
         """Read nothing yet."""
-        self._handler = handler
+        self._handler, self._host = handler, host
+        self._transport: asyncio.Transport | None = None
         self._ahead = 0
         """Bytes that have arrived since the client had nothing to wait for."""
-        self._is_answering = self._is_paused = False
+        self.is_answering = self._is_paused = False
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Answer a request within the block. If it is the last one that has arrived, the client may go on after it."""
-        self._is_answering = True
+        self.is_answering = True
         try:
             yield
         finally:
-            self._is_answering = False
+            self.is_answering = False
             loop = asyncio.get_running_loop()
             # If another one has arrived, it is answered when the loop gets to it.
             loop.call_soon(loop.call_soon, self._answered)
 
     def _answered(self) -> None:
-        if not self._is_answering:
+        if not self.is_answering:
             self.taken(self._ahead)
 
     def taken(self, size: int) -> None:
         """Count bytes no longer, because they were answered, or are held elsewhere."""
         self._ahead -= min(size, self._ahead)
-        if self._is_paused and self._ahead <= MAX_AHEAD:
+        if self._is_paused and self._ahead <= MAX_AHEAD and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
+
+    def sent(self) -> None:
+        """Note that the client has taken a byte."""
+        self._host.moved(self)
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._host.left(self)
+        if self._transport is not None:
+            self._transport.abort()
 
     # What the loop calls
 
@@ -60,8 +117,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
+        self._host.moved(self)
         self._ahead += len(data)
-        if self._ahead > MAX_AHEAD:
+        if self._ahead > MAX_AHEAD and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
         self._handler.data_received(data)
@@ -72,6 +130,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
+        self._host.left(self)
         self._handler.connection_lost(exc)
 
     def pause_writing(self) -> None:

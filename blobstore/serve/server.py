@@ -25,7 +25,7 @@ from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import WRITTEN, BodySender
-from blobstore.serve.connection import Connection, Refusal
+from blobstore.serve.connection import Connection, Connections
 from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
@@ -168,24 +168,11 @@ class Server:
             max_field_size=MAX_HEAD,
             auto_decompress=False,
         )
-        self._connections = lambda: len(manager.connections)
-
-        loop, most, opening = asyncio.get_running_loop(), max_connections(fetches=self._heals), 0
-
-        def opened() -> None:
-            nonlocal opening
-            opening -= 1
-
-        def connected() -> asyncio.Protocol:
-            nonlocal opening
-            if len(manager.connections) + opening >= most:
-                return Refusal()
-            opening += 1
-            # The manager knows a connection only when the loop gets to it, after others were accepted.
-            loop.call_soon(loop.call_soon, opened)
-            return Connection(manager())
-
-        listening = await loop.create_server(connected, sock=listener, backlog=1024)
+        connections = Connections(max_connections(fetches=self._heals))
+        self._connections = connections.__len__
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: connections.accepted(manager), sock=listener, backlog=1024
+        )
         chores = [
             asyncio.create_task(self._repeat(_LOG_SECONDS, self._log.flush)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
@@ -286,10 +273,12 @@ class Server:
         transport: asyncio.Transport,
     ) -> None:
         """Send the body of a response, or end the connection."""
+        connection = _connection(transport)
 
         def count(size: int) -> None:
             exchange.add(size)
             self._texts.moved(transport)
+            connection.sent()
             response.in_use()
 
         try:

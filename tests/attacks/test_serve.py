@@ -384,8 +384,9 @@ def test_connections_beyond_the_limit_are_refused(
 ) -> None:
     assert capacity.CONNECTIONS.most == MAX_CONNECTIONS
     store.root.mkdir()
+    limits = {"server.MAX_CONNECTIONS": 3, "connection.GRACE_SECONDS": 1000}
     with (
-        serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
+        serving(store, tmp_path, limits=limits) as server,
         contextlib.ExitStack() as held,
     ):
         for _ in range(3):
@@ -400,12 +401,24 @@ def test_connections_beyond_the_limit_are_refused(
             pass
 
 
+def test_connections_that_say_nothing_or_read_nothing_keep_nobody_out(
+    data: bytes, models: LocalStore, tmp_path: Path
+) -> None:
+    limits = {"server.MAX_CONNECTIONS": 3, "connection.GRACE_SECONDS": 0}
+    with serving(models, tmp_path, limits=limits) as server, contextlib.ExitStack() as held:
+        for sent in (b"", b"GET / HTTP/1.1\r\nHost: loc", get(FILE)) * 3:
+            held.enter_context(connect(server)).sendall(sent)
+        for _ in range(3):
+            assert answer_of(server, get(FILE)).endswith(data)
+
+
 def test_connections_that_come_at_once_are_counted_before_they_are_made(
     store: LocalStore, tmp_path: Path
 ) -> None:
     store.root.mkdir()
+    limits = {"server.MAX_CONNECTIONS": 3, "connection.GRACE_SECONDS": 1000}
     with (
-        serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
+        serving(store, tmp_path, limits=limits) as server,
         contextlib.ExitStack() as held,
     ):
         pid = server.process.pid

@@ -1,18 +1,25 @@
-"""How much a client may send before it is answered."""
+"""How many connections there may be, and how much a client may send before it is answered."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
 from typing import Any, cast
 
-from blobstore.serve.connection import MAX_AHEAD, Connection
+import pytest
+
+from blobstore.serve.connection import MAX_AHEAD, Connection, Connections, Refusal
 
 
 class Transport:
     """The part of a connection that reads."""
 
     def __init__(self) -> None:
-        self._reads = True
+        self._reads, self.is_aborted = True, False
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def pause_reading(self) -> None:
         self._reads = False
@@ -34,9 +41,11 @@ class Handler(asyncio.Protocol):
         self.received += len(data)
 
 
-def connected() -> tuple[Connection, Transport, Handler]:
+def connected(host: Connections | None = None) -> tuple[Connection, Transport, Handler]:
     handler, transport = Handler(), Transport()
-    connection = Connection(handler)
+    host = Connections(1) if host is None else host
+    connection = host.accepted(lambda: handler)
+    assert isinstance(connection, Connection)
     connection.connection_made(cast("Any", transport))
     return connection, transport, handler
 
@@ -87,3 +96,54 @@ def test_a_form_does_not_count_once_it_is_held_elsewhere() -> None:
             assert transport.reads()
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        yield now
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_who_has_moved_nothing_for_longest_makes_place_for_the_next(
+    clock: list[float], more: int
+) -> None:
+    host = Connections(3)
+    first = [connected(host) for _ in range(3)]
+    clock[0] = 1.0
+    assert isinstance(host.accepted(Handler), Refusal), "they may move a byte at any moment"
+    first[0][0].data_received(b"a")
+    first[2][0].sent()
+    clock[0] = 2.5
+    connected(host)
+    assert [transport.is_aborted for _, transport, _ in first] == [False, True, False]
+    assert isinstance(host.accepted(Handler), Refusal)
+    for _ in range(more):
+        clock[0] += 3
+        connected(host)
+    assert len(host) == 3
+    assert first[0][1].is_aborted
+
+
+def test_who_waits_for_no_answer_makes_place_before_others(clock: list[float]) -> None:
+    async def run() -> None:
+        host = Connections(2)
+        (one, first, _), (_, second, _) = connected(host), connected(host)
+        with one.answering():
+            clock[0] = 3.0
+            connected(host)
+            assert (first.is_aborted, second.is_aborted) == (False, True)
+            connected(host)  # the other one has just come
+            assert first.is_aborted
+
+    asyncio.run(run())
+
+
+def test_who_has_left_has_no_place() -> None:
+    host = Connections(1)
+    connection, transport, _ = connected(host)
+    connection.connection_lost(None)
+    connected(host)
+    assert not transport.is_aborted
