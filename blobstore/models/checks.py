@@ -87,7 +87,8 @@ def check_blobs(
         blobs: Sequence[Descriptor] = [blob for blob in parsed.blobs if blob.digest not in deferred]
         verified = store.verified_blobs()
         if verify == "digest":
-            blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
+            has, has_cold = verified.has, verified.has_cold
+            blobs = [blob for blob in blobs if not (has(*blob.id) or has_cold(*blob.id))]
         for blob, damage in damaged_blobs(store, blobs, progress=progress, verified=verified):
             raise damage.at(f"layer {quote(blob.name or blob.media_type)}")
     if index.is_cached and _differing_slots(index, real):

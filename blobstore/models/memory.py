@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.models.small_files import ModelFiles
-    from blobstore.store.verified_cache import VerifiedBlobs
+    from blobstore.store.verified_cache import BlobState, VerifiedBlobs
 
 _REQUEST = 4 << 20
 """Bytes per request for data that may not be in memory yet."""
@@ -125,7 +125,7 @@ class ModelMemory:
         self._absent = set(range(len(blobs))) - mapped
         self._unpopulated = set(range(len(blobs))) if read == "populate" else set()
         self._unverified: set[int] = set()
-        """The slots of blobs whose digests are compared when they are copied."""
+        """The slots of blobs whose digests are compared before anything of them is handed out."""
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
         self._next_slot = -1
@@ -180,7 +180,8 @@ class ModelMemory:
         with self._lock:
             if self._is_closed:
                 raise BlobstoreError(f"model {self.files.reference} is closed")
-            if self._region is not None and not self._absent and not self._unpopulated:
+            is_done = not (self._absent or self._unpopulated or self._unverified)
+            if self._region is not None and is_done:
                 return self._region
             wanted = set(slots)
             with faults_located(self.files):
@@ -203,14 +204,26 @@ class ModelMemory:
                 digest, _ = self._blobs[slot]
                 raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
 
-    def verify_copies(self, *, again: bool = False) -> set[Digest]:
-        """Compare the digests of blobs that will be copied, before anything of them is handed out; return which.
+    def verify_loads(self, *, again: bool, is_populated: bool) -> set[Digest]:
+        """Compare the digests of blobs that are copied or populated, before anything of them is handed out.
 
-        Those that were found intact and are unchanged since then are not hashed, unless ``again``.
+        Args:
+            again: hash also those that were found intact, and are unchanged since then.
+            is_populated: whether blobs that are mapped will be populated.
+
+        Returns:
+            The blobs that are taken care of: none if memory was handed out already.
         """
-        slots = {slot for slot in self._absent if self._is_read and not self._is_remote(slot)}
-        has = self._verified.has
-        self._unverified = {slot for slot in slots if again or not has(*self._blobs[slot])}
+        if self._is_used or not (self._is_read or is_populated):
+            return set()
+        slots = {slot for slot in range(len(self._blobs)) if not self._is_remote(slot)}
+        has, has_cold = self._verified.has, self._verified.has_cold
+        self._unverified = {
+            slot
+            for slot in slots
+            for blob in [self._blobs[slot]]
+            if again or not (has(*blob) or has_cold(*blob))
+        }
         return {self._blobs[slot][0] for slot in slots}
 
     @functools.cached_property
@@ -287,14 +300,21 @@ class ModelMemory:
             if is_in_order:
                 remote |= self._following(remote)
             self._copy(remote, region, self._progress)
+        if self._is_read and is_in_order and self._is_shared and absent:
+            absent |= self._following(absent)
+        unverified = (wanted | absent) & self._unverified
+        before = {slot: self._verified.state(*self._blobs[slot]) for slot in unverified}
+        digesters = {slot: PieceDigester() for slot in unverified}
         if self._is_read:
-            if is_in_order and self._is_shared and absent:
-                absent |= self._following(absent)
-            self._read_verified(absent, region)
-        elif cold := self._map_hot(absent, region):
-            self._decompress(cold, region)
-        if unpopulated := wanted & self._unpopulated:
-            self._populate(unpopulated, region)
+            self._read(absent, region, digesters)
+        else:
+            cold = self._map_hot(absent, region)
+            if cold:
+                self._decompress(cold, region)
+            if unpopulated := (wanted & self._unpopulated) | (unverified - cold):
+                self._populate(unpopulated, region, digesters)
+        if unverified:
+            self._compare(wanted, before, digesters, region)
         self._is_used |= bool(wanted)
         return region
 
@@ -377,27 +397,32 @@ class ModelMemory:
         self._absent -= cold
         self._unpopulated -= cold
 
-    def _read_verified(self, slots: set[int], region: MappedRegion) -> None:
-        """Read blobs, and compare the digests of those that are unverified."""
-        unverified = sorted(slots & self._unverified)
-        before = {slot: self._verified.look(self._blobs[slot][0]) for slot in unverified}
-        found = {slot: PieceDigester() for slot in unverified}
-        self._read(slots, region, found)
-        for slot in unverified:
+    def _compare(
+        self,
+        wanted: set[int],
+        before: Mapping[int, BlobState],
+        digesters: Mapping[int, PieceDigester],
+        region: MappedRegion,
+    ) -> None:
+        """Compare the digests of blobs in memory, and record which are intact."""
+        error: BlobDamaged | None = None
+        for slot, digester in sorted(digesters.items()):
             digest, size = self._blobs[slot]
-            if found[slot].size < size:  # it was decompressed, or read with others
-                found[slot].add(0, region.slot_view(slot, 0, size)[:size])
-            if (actual := found[slot].digest()) != digest:
-                self._absent.update(unverified)
-                self._verified.forget(before[slot])
-                self._verified.save()
+            if digester.size < size:  # it was not read in pieces
+                digester.add(0, region.slot_view(slot, 0, size)[:size])
+            if (found := digester.digest()) == digest:
+                self._verified.note(before[slot])
+                self._unverified.discard(slot)
+                continue
+            self._verified.forget(before[slot])
+            if slot in wanted and error is None:
                 path = quote(self._store.blob_path(digest))
-                raise BlobDamaged(
-                    f"blob {path} is damaged: its bytes have digest {actual}", advice=ADVICE
+                error = BlobDamaged(
+                    f"blob {path} is damaged: its bytes have digest {found}", advice=ADVICE
                 )
-            self._verified.note(before[slot])
-        self._unverified.difference_update(unverified)
         self._verified.save()
+        if error is not None:
+            raise error
 
     def _read(
         self, slots: set[int], region: MappedRegion, digesters: Mapping[int, PieceDigester]
@@ -427,7 +452,9 @@ class ModelMemory:
         if cold := slots & self._absent:
             self._decompress(cold, region)
 
-    def _populate(self, slots: set[int], region: MappedRegion) -> None:
+    def _populate(
+        self, slots: set[int], region: MappedRegion, digesters: Mapping[int, PieceDigester]
+    ) -> None:
         """Bring mapped blobs into the page cache and into this process."""
         sizes = {
             slot: size for slot in slots - set(region.read_slots) if (size := self._blobs[slot][1])
@@ -440,7 +467,10 @@ class ModelMemory:
             slot, begin, end = request
             try:
                 region.populate(slot, begin, end)
-                if slot in uncached:
+                if slot in digesters:
+                    view = region.slot_view(slot, begin, end)
+                    digesters[slot].add(begin, view[: end - begin])
+                elif slot in uncached:
                     # A virtual machine gets memory for pages from the disk only when they are
                     # touched. With a single thread that takes as long again.
                     crc32(region.slot_view(slot, begin, end))
@@ -451,7 +481,8 @@ class ModelMemory:
                     f"blob {digest} cannot be read at byte {begin} or later: {error.strerror}"
                 ) from error
 
-        self._run(populate, set(sizes), _REQUESTS if uncached else _POPULATING_THREADS)
+        is_waiting = uncached or digesters
+        self._run(populate, set(sizes), _REQUESTS if is_waiting else _POPULATING_THREADS)
         self._unpopulated -= slots
 
     def _requests(self, slots: Iterable[int]) -> list[_Request]:

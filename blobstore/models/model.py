@@ -475,13 +475,17 @@ class Model(ModelFiles, Mapping[str, Array]):
                 self._memory.load(range(len(self._index.blobs)))
             return
         deferred: Collection[Digest] = ()
-        if verify in ("digest", "rehash") and not self._target.has_stream:
-            deferred = self._memory.verify_copies(again=verify == "rehash")
+        has_digests = not isinstance(self.reference, str)  # a file has none
+        if verify in ("digest", "rehash") and has_digests and not self._target.has_stream:
+            # Hashed by the threads that read it; what is in memory is hashed faster without a map.
+            is_populated = self._chooser.for_all(self._index.blobs).how == "populate"
+            again = verify == "rehash"
+            deferred = self._memory.verify_loads(again=again, is_populated=is_populated)
         try:
             check_blobs(self.store, self._manifest, self._index, verify, self._progress, deferred)
         except BlobstoreError as error:
             raise error.at(str(self.reference)) from None
-        if deferred and not self._chooser.is_auto:
+        if deferred and not (self._chooser.is_auto and self.reading.how == "pread"):
             self._memory.load(range(len(self._index.blobs)))
 
     def map_hot(self) -> bool:

@@ -103,9 +103,12 @@ class VerifiedBlobs:
             return os.fstat(table.descriptor).st_mtime if table else 0.0
 
     @contextlib.contextmanager
-    def noting(self, digest: Digest) -> Iterator[None]:
-        """Record whether the blob is intact: whether the block, which reads it, raises Damaged."""
-        before = self.look(digest)
+    def noting(self, digest: Digest, size: int | None = None) -> Iterator[None]:
+        """Record whether the blob is intact: whether the block, which reads it, raises Damaged.
+
+        With its ``size``, also a blob that is cold alone.
+        """
+        before = self.look(digest) if size is None else self.state(digest, size)
         try:
             yield
         except Damaged:
@@ -117,6 +120,14 @@ class VerifiedBlobs:
         """Return the state of a hot blob before it is opened."""
         _ = self._latest  # of before it is read
         return BlobState(digest.hex, (_version(self._store.blob_path(digest)),))
+
+    def state(self, digest: Digest, size: int) -> BlobState:
+        """Return the state of a blob before it is read, whether it is hot or cold."""
+        hot = self.look(digest)
+        if hot.versions[0] is None:
+            with contextlib.suppress(BlobstoreError):  # reading the blob reports it
+                return self.open_cold(digest, size)[1]
+        return hot
 
     def open_cold(self, digest: Digest, size: int) -> tuple[ColdBlob, BlobState]:
         """Open a cold blob, and return its state, too.

@@ -79,7 +79,7 @@ def damaged_blobs(
             pause(size)
             pool.report(size, blob.name or str(blob.digest))
 
-        with contextlib.nullcontext() if verified is None else verified.noting(blob.digest):
+        with contextlib.nullcontext() if verified is None else verified.noting(*blob.id):
             try:
                 store.check_digest(blob.digest, blob.size, count)
             except BlobMissing:

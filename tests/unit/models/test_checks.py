@@ -308,28 +308,31 @@ def test_hashed_blobs_are_not_hashed_again(settled: LocalStore) -> None:
     assert hashed(settled, "rehash") == all_layers(settled)
 
 
-def test_blobs_that_are_copied_are_remembered_too(settled: LocalStore) -> None:
+@pytest.mark.parametrize("read", ["mmap", "populate", "pread"])
+def test_blobs_are_remembered_however_they_are_read(settled: LocalStore, read: Any) -> None:
     put(settled, "cold", {"x": 1})
     freeze_models(["cold"], store=settled)
     for name in ("m", "cold"):
         for level in ("digest", "digest", "rehash"):
-            blobstore.open(name, store=settled, verify=level, read="pread").close()  # type: ignore[call-overload]
+            blobstore.open(name, store=settled, verify=level, read=read).close()  # type: ignore[call-overload]
     known = settled.verified_blobs()
+    (frozen,) = settled.resolve("cold").layers_of(*media_types.WEIGHTS)
+    assert known.has_cold(*frozen.id)
     weights = settled.resolve("m").layers_of(*media_types.WEIGHTS)
-    assert all(known.has(layer.digest, layer.size) for layer in weights)
+    assert all(known.has(*layer.id) for layer in weights)
     assert hashed(settled, "digest") == set()
 
 
-def test_a_copy_that_is_damaged_is_forgotten(settled: LocalStore) -> None:
-    for read in ("mmap", "pread"):
-        blobstore.open("m", store=settled, verify="digest", read=read).close()  # type: ignore[call-overload]
+@pytest.mark.parametrize("read", ["mmap", "populate", "pread"])
+def test_a_blob_that_is_damaged_is_forgotten(settled: LocalStore, read: Any) -> None:
+    blobstore.open("m", store=settled, verify="digest", read=read).close()  # type: ignore[call-overload]
     path = blob_path(settled, NORM)
     flip(path)
     for _ in range(2):
         with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* bytes have digest"):
-            blobstore.open("m", store=settled, verify="digest", read="pread")
+            blobstore.open("m", store=settled, verify="digest", read=read)  # type: ignore[call-overload]
     flip(path)
-    with blobstore.open("m", store=settled, verify="digest", read="pread") as model:
+    with blobstore.open("m", store=settled, verify="digest", read=read) as model:  # type: ignore[call-overload]
         np.testing.assert_array_equal(model[NORM], TENSORS[NORM])
 
 

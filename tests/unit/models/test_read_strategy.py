@@ -124,6 +124,19 @@ def test_all_of_a_local_model_is_populated_in_the_background(cold: LocalStore, w
     del kept
 
 
+def test_what_is_not_in_the_page_cache_is_hashed_while_it_is_populated(cold: LocalStore) -> None:
+    with blobstore.open("m", store=cold, verify="digest") as model:
+        assert all(cached(cold))
+        np.testing.assert_array_equal(model["layer.7.weight"], TENSORS["layer.7.weight"])
+    for layer in tensor_layers(cold.root):
+        path = Path(cold.blob_path(layer.digest))
+        flip(path)
+        assert dropped(path)
+        with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{layer.name}': blob "):
+            blobstore.open("m", store=cold, verify="digest")
+        flip(path)
+
+
 def test_one_tensor_reads_no_other_blob(cold: LocalStore) -> None:
     with blobstore.open("m", store=cold) as model:
         assert not any(cached(cold))
