@@ -16,6 +16,7 @@ from blobstore.core.globs import any_glob_matches
 from blobstore.core.progress import Meter
 from blobstore.errors import UsageError
 from blobstore.folders.writer import atomic_folder, resolve_target
+from blobstore.manifests.file_names import is_valid_part
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import step_of
 from blobstore.operations.export.export import Exported, export_model
@@ -93,8 +94,10 @@ def export_trainer(
     started = time.monotonic()
     target = resolve_target(folder, force=force)
     state = load(reference, store=store, framework="torch", verify="digest")
-    found = {f"{part}.pth" if part[:3] == "rng" else f"{part}.pt": state[part] for part in state}
-    parts = [name for name in found if any_glob_matches(name, TRAINER_STATE)]
+    found = {f"{part}{'.pth' if f'{part}'[:3] == 'rng' else '.pt'}": state[part] for part in state}
+    parts = [
+        name for name in found if is_valid_part(name) and any_glob_matches(name, TRAINER_STATE)
+    ]
     if not parts:
         raise UsageError(f"{reference} has no optimizer and no other part of the Trainer's state")
     with atomic_folder(target, force=force) as new:

@@ -167,6 +167,18 @@ def test_the_files_have_no_more_than_their_tensors(
         assert (tmp_path / "out" / name).stat().st_size < (trained / name).stat().st_size * 1.1
 
 
+def test_parts_whose_names_are_not_those_of_files_are_left_out(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    parts = ["rng_state/../../out", "rng_state\0", "rng_state\n", "optimizer", 7]
+    state = {part: {"x": 1} for part in parts} | {"model": {"w": torch.ones(1)}}
+    files = {"rng_state/x.json": b"{}"}
+    blobstore.save(state, "run:1", model="model", files=files, store=store)
+    export_trainer("run:1", tmp_path / "in/folder", store=store)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("in/**/*.pt*")}
+    assert found == {"in/folder/optimizer.pt"}
+
+
 def test_damage_leaves_no_folder(trained: Path, store: LocalStore, tmp_path: Path) -> None:
     layers = store.resolve("run:3.state").layers_of(media_types.TENSOR)
     layer = next(one for one in layers if one.name == "optimizer.state.0.exp_avg")
