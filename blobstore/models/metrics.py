@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import strict_json
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_SIZE: Final = 1 << 20
 """Bytes; a larger file is not read for metrics."""
+_LARGEST: Final = sys.float_info.max
 _NOTHING: Final[Mapping[str, float]] = {}
 
 
@@ -35,4 +36,4 @@ def read_metrics(store: BlobDescriber, manifest: Manifest) -> Mapping[str, float
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]

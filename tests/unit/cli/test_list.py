@@ -232,7 +232,9 @@ def test_an_unknown_metric_lists_those_that_there_are(steps: LocalStore) -> None
 def test_what_is_not_a_finite_number_is_no_metric(store: LocalStore) -> None:
     text = b'{"loss":1,"name":"x","flag":true,"list":[1],"low":null}'
     blobstore.save({"w": np.zeros(1)}, "a", files={"metrics.json": text}, store=store)
-    blobstore.save({"w": np.zeros(1)}, "b", files={"metrics.json": b"[1]"}, store=store)
+    blobstore.save(
+        {"w": np.zeros(1)}, "b", files={"metrics.json": b'{"loss":1%d}' % 10**400}, store=store
+    )
     blobstore.save({"w": np.zeros(1)}, "c", files={"metrics.json": b'{"loss":NaN}'}, store=store)
     found = [model["metrics"] for model in run_json("list")["models"]]
     assert found == [{"loss": 1}, {}, {}]
