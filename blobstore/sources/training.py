@@ -100,6 +100,7 @@ class TrainingState:
     def _open_distributed(self, model: TorchFolder) -> None:
         everything = model.everything()
         self._opened.callback(everything.close)
+        self.notices = list(everything.notices)
         self.tensors, path_of = _tensors(everything), everything.path_of
         values = self._plain_parts(everything.contents, {})
         self.record = StepRecord(
@@ -118,6 +119,7 @@ class TrainingState:
             file = self._open(path)
             if type(file.content) is not dict:
                 raise UnsupportedSource(f"{quote(path)} is a model without a training's state")
+            self.notices = list(file.notices)
             state = self._plain_parts(file.content, _tensors(file))
             part = _part_of(model.specs, file.specs)
         flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, part)
@@ -147,10 +149,11 @@ class TrainingState:
         self, parts: Mapping[Any, Any], tensors: Mapping[str, SavedTensor]
     ) -> dict[str, Any]:
         """Return the plain parts of a state; leave out others."""
-        plain, found = PlainParts(tensors), {}
+        plain = PlainParts(tensors)
+        found: dict[str, Any] = {}
         for key, value in parts.items():
             try:
-                found[str(key)] = plain.of(value, (str(key),))
+                found |= plain.of({key: value})
             except UnsupportedSource as error:
                 self.notices.append(f"left out: {error.message}")
         return found

@@ -56,14 +56,14 @@ class PlainParts:
         self._left -= _COST + (len(value) if kind in (str, bytes) else 0)
         if self._left < 0 or len(keys) > _MAX_DEPTH:
             raise CheckpointUnsupported(f"{quote(name)}: the values are too many or too deep")
-        if is_tensor(value):
+        if is_tensor(value) and (name or "tensor") in self._tensors:
             return self._tensors[name or "tensor"]
         if kind is dict and {*map(type, value)} <= {str, Number}:
             return {key: self.of(one, (*keys, key)) for key, one in value.items()}
         if kind is list or kind is tuple:
             return kind(self.of(one, (*keys, index)) for index, one in enumerate(value))
         if kind is Reduced:
-            value = self._made(value)
+            value = ... if is_tensor(value) else self._made(value)
         elif value is not None and kind not in (bool, int, float, complex, str, bytes):
             value = value if kind is Global and value.use is Use.DTYPE else ...
         if value is ...:
