@@ -6,9 +6,18 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged, ModelNotFound, NotFound
+from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, NotFound
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import RECORD_FILE, StepRecord, join, state_of, stored_name
+from blobstore.manifests.step_record import (
+    RECORD_FILE,
+    StepRecord,
+    is_state,
+    join,
+    state_of,
+    step_of,
+    stored_name,
+)
 from blobstore.models.source_layers import read_source_record
 from blobstore.objects.address import is_address
 from blobstore.operations.open import open_model
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
     from blobstore.operations.open import Framework, Verify
+    from blobstore.store.catalog import CatalogEntry
 
 _FRAMEWORKS: Mapping[str | None, Framework] = {"pt": "torch", "mlx": "mlx"}
 """By the format that the metadata of a file name."""
@@ -62,10 +72,11 @@ def load(
         record = record_of(model)
         found = model.state_dict()
     kinds: Mapping[type, tuple[str, Kind]] = {}
-    if model.framework == "torch":
-        from blobstore.models import torch_values
+    if "torch" in (model.framework, _framework_of(model)):
+        with contextlib.suppress(ImportError):
+            from blobstore.models import torch_values
 
-        kinds = torch_values.KINDS
+            kinds = torch_values.KINDS
     tensors = {key: found[stored_name(key, record.model)] for key in record.tensors}
     return join(record, tensors, kinds)
 
@@ -89,15 +100,34 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
 
 
 def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
-    """Yield the names that may have all of the step; those of the model that an alias is of, too."""
-    yield state_of(reference)
+    """Yield the names that may have all of the step; those of the model that an alias is of, too.
+
+    A state whose model has been replaced since is that of another step.
+    """
     if is_address(store):
+        with contextlib.suppress(InvalidReference):  # it would be too long
+            yield state_of(reference)
         return
-    entries = list(read_catalog(LocalStore.of(store)).of_repositories([reference]))
-    digest = next((one.digest for one in entries if one.reference == reference), None)
-    for entry in entries:
-        if digest is not None and entry.digest == digest:
-            yield state_of(entry.reference)
+    catalog = read_catalog(LocalStore.of(store))
+    own = catalog.get(reference)
+    states = [one for one in catalog.of_repositories([reference]) if is_state(one.reference)]
+    for state in sorted(states, key=lambda one: step_of(one.reference) != reference):
+        name = step_of(state.reference)
+        model = catalog.get(name)
+        is_alias = own is not None and model is not None and own.digest == model.digest is not None
+        if (name == reference or is_alias) and _is_of(state, model):
+            yield state.reference
+
+
+def _is_of(state: CatalogEntry, model: CatalogEntry | None) -> bool:
+    """Return whether a state may be that of the model with its name: not if that was replaced since."""
+    if model is None or state.modified > model.modified:  # the state is named first
+        return True
+    if state.manifest is None or model.manifest is None:
+        return True
+    layers = (one.layers_of(media_types.TENSOR) for one in (model.manifest, state.manifest))
+    own, every = ({layer.digest for layer in its} for its in layers)
+    return own <= every
 
 
 def record_of(model: Model[Any], part: str = "") -> StepRecord:

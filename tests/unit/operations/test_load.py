@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -133,6 +134,37 @@ def test_any_model_is_a_state_of_its_tensors(store: LocalStore) -> None:
     assert_same(blobstore.load("m", store=store, framework="numpy"), {"w": np.ones(2, np.float32)})
     with pytest.raises(ModelNotFound, match="there is no step 'run:7'"):
         blobstore.load("run:7", store=store)
+
+
+def test_a_state_belongs_to_the_model_it_was_saved_with(store: LocalStore) -> None:
+    blobstore.save(plain(), "run:1", model="model", store=store)
+    blobstore.save({"w": torch.ones(2)}, "run:1", store=store)
+    assert_same(blobstore.load("run:1", store=store), {"w": torch.ones(2)})
+    assert_same(blobstore.load("run:1.state", store=store), plain())
+    blobstore.remove("run:1", store=store)
+    assert_same(blobstore.load("run:1", store=store), plain())
+
+
+def test_a_state_that_is_newer_than_its_model_is_of_a_step_that_is_replaced(
+    store: LocalStore,
+) -> None:
+    blobstore.save({"w": torch.ones(2)}, "run:1", store=store)
+    blobstore.save(plain(), "run:2", model="model", store=store)
+    blobstore.copy("run:2.state", "run:1.state", store=store)
+    os.utime(store.root / "manifests/registry.ollama.ai/library/run/1", (1, 1))
+    assert_same(blobstore.load("run:1", store=store), plain())
+
+
+def test_a_name_of_any_length_is_loaded(store: LocalStore) -> None:
+    name = f"run:{'t' * 80}"
+    blobstore.save(plain(), name, store=store)
+    assert_same(blobstore.load(name, store=store), plain())
+
+
+def test_values_of_torch_come_back_with_other_tensors(store: LocalStore) -> None:
+    blobstore.save({"w": torch.ones(2), "type": torch.int8}, "run:1", store=store)
+    found = blobstore.load("run:1", store=store, framework="numpy")
+    assert_same(found, {"w": np.ones(2, np.float32), "type": torch.int8})
 
 
 def test_arrays_are_tensors_if_there_are_no_others(store: LocalStore) -> None:
