@@ -7,16 +7,16 @@ is an object with one key, which begins with ``$`` and says what it is.
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import math
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from blobstore.core.escape import quote
-from blobstore.errors import UnsupportedSource
+from blobstore.errors import UnsupportedSource, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _SIGN: Final = "$"
 _MIN, _MAX = -(2**63), 2**64 - 1
@@ -61,7 +61,7 @@ def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> An
         return {f"${kind.__name__}": _listed(members, place, kinds)}
     if kind in _MAPPINGS.values():
         is_plain = kind is dict and all(
-            type(key) is str and _is_unicode(key) and not key.startswith(_SIGN) for key in value
+            type(key) is str and is_unicode(key) and not key.startswith(_SIGN) for key in value
         )
         if is_plain:
             return {key: encode(one, f"{place}[{key!r}]", kinds) for key, one in value.items()}
@@ -73,12 +73,11 @@ def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> An
     if kind in kinds:
         name, how = kinds[kind]
         return {f"${name}": how.write(value)}
-    if (
-        kind.__module__ == "numpy"
-        and getattr(getattr(value, "dtype", None), "kind", "O") in _NUMBERS
-    ):
-        data = [value.dtype.str, list(value.shape), _text(value.tobytes())]
-        return {"$array" if kind.__name__ == "ndarray" else "$scalar": data}
+    dtype: Any = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
+    is_array = kind.__name__ == "ndarray"  # others have more than bytes, such as matrices
+    if getattr(dtype, "kind", "O") in _NUMBERS and (is_array or kind is dtype.type):
+        data = [dtype.str, list(value.shape), _text(value.tobytes())]
+        return {"$array" if is_array else "$scalar": data}
     return _refuse(place, f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -103,8 +102,24 @@ def decode(value: Any, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
             return _MAPPINGS[name]({decode(key, kinds): decode(one, kinds) for key, one in content})
         read = {own: how.read for own, how in kinds.values()} | dict(_READERS)
         return read[name](content)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, binascii.Error) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise ValueError(f"no value of the kind {quote(name)}: {quote(error)}") from None
+
+
+@contextlib.contextmanager
+def depth_checked() -> Iterator[None]:
+    """Raise UsageError for a state in the block that is nested too deeply, or holds itself."""
+    try:
+        yield
+    except RecursionError:
+        raise UsageError("the state is nested too deeply, or holds itself") from None
 
 
 def _scalar(value: Any, place: str) -> Any:
@@ -117,7 +132,7 @@ def _scalar(value: Any, place: str) -> Any:
             return {"$float": str(value)}
         case int() if not _MIN <= value <= _MAX:
             return {"$int": hex(value)}
-        case str() if not _is_unicode(value):
+        case str() if not is_unicode(value):
             _refuse(place, "a text that is not Unicode")
     return value
 
@@ -133,7 +148,8 @@ def _refuse(place: str, what: str) -> NoReturn:
     )
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
-from blobstore.manifests.plain_values import decode, encode
+from blobstore.manifests.plain_values import decode, depth_checked, encode, is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +29,8 @@ METRICS_FILE: Final = "metrics.json"
 STATE: Final = ".state"
 """What the tag of the name ends with that has all of a step."""
 _VERSION: Final = 1
+_MAX_KEYS: Final = 100
+"""Keys that lead to a value: more would be a state that no program can load."""
 _DICTS: Final = (dict, OrderedDict, Counter)
 
 Path = tuple[str | int, ...]
@@ -46,6 +48,21 @@ class StepRecord:
     """The same of values, and these as JSON."""
     containers: Mapping[Path, Any] = field(default_factory=dict)
     """Containers that are not lists or dicts with texts as keys, or are empty: by their paths, with None for each value."""
+
+    def __post_init__(self) -> None:
+        """Check what the record has. Raises UsageError."""
+        if type(self.model) is not str:
+            raise UsageError(f"model is the key of a part of the state, got {quote(self.model)}")
+        for path in (
+            *self.tensors.values(),
+            *(path for path, _ in self.values.values()),
+            *self.containers,
+        ):
+            key = ".".join(map(str, path))
+            if len(path) > _MAX_KEYS or not is_unicode(key):
+                raise UsageError(
+                    f"the key {quote(key)} has over {_MAX_KEYS} parts, or is not Unicode"
+                )
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
@@ -115,26 +132,31 @@ class FlatState:
 
         Raises:
             UnsupportedSource: a value is not plain.
-            UsageError: two values would have one key.
+            UsageError: two values would have one key, or the state is nested too deeply.
         """
         self._is_tensor, self._kinds = is_tensor, kinds
         self._paths: dict[str, Path] = {}
         self._values: dict[str, tuple[Path, Any]] = {}
         self._containers: dict[Path, Any] = {}
+        self._seen: set[Path] = set()
         self.tensors: dict[str, Any] = {}
-        self._visit(state if type(state) in _DICTS else dict(state), ())
+        with depth_checked():
+            self._visit(state if type(state) in _DICTS else dict(state), ())
         self.record = StepRecord(
             model=model, tensors=self._paths, values=self._values, containers=self._containers
         )
 
     def _visit(self, value: Any, path: Path) -> None:
         key = ".".join(map(str, path))
-        if path and (self._is_tensor(value) or self._is_whole(value)):
-            if key in self._paths or key in self._values:
-                raise UsageError(
-                    f"two values of the state would have the key {quote(key)}",
-                    advice="rename one of them",
-                )
+        is_leaf = path and (self._is_tensor(value) or self._is_whole(value))
+        is_known = is_leaf and (key in self._paths or key in self._values)
+        if is_known or path in self._seen:  # 1 and "1" are one part of a path
+            raise UsageError(
+                f"two values of the state would have the key {quote(key)}",
+                advice="rename one of them",
+            )
+        self._seen.add(path)
+        if is_leaf:
             if self._is_tensor(value):
                 self.tensors[key], self._paths[key] = value, path
             else:
@@ -148,6 +170,11 @@ class FlatState:
             shell = type(value)(dict.fromkeys(value))
             is_plain = type(value) is dict and all(type(name) is str for name in value)
             parts = [(str(name), one) for name, one in value.items()]
+            if not all(map(_is_ordered, value)):
+                raise UsageError(
+                    f"a key in {quote(key)} is a set, which is printed in any order",
+                    advice="make a tuple of it",
+                )
         if not is_plain or not parts:
             self._containers[path] = encode(shell, key, self._kinds)
         for name, one in parts:
@@ -164,6 +191,11 @@ class FlatState:
             parts = value if type(value) in (list, tuple) else value.values()
             return any(map(self._has_tensor, parts))
         return self._is_tensor(value)
+
+
+def _is_ordered(key: Any) -> bool:
+    """Return whether a key is printed in the same way in each process."""
+    return type(key) is not frozenset and (type(key) is not tuple or all(map(_is_ordered, key)))
 
 
 class _Branch(dict["str | int", Any]):
@@ -187,9 +219,12 @@ def join(record: StepRecord, tensors: Mapping[str, Any], kinds: Kinds) -> Any:
             _put(root, path, tensors[key])
         for path, value in record.values.values():
             _put(root, path, decode(value, kinds))
-        return _joined(root)
+        state = _joined(root)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BlobDamaged(f"{RECORD_FILE} does not describe a state: {quote(error)}") from None
+    if type(state) not in _DICTS:
+        raise BlobDamaged(f"{RECORD_FILE} describes a {type(state).__name__}, and no state")
+    return state
 
 
 def _branch(root: _Branch, path: Path) -> _Branch:
@@ -210,7 +245,7 @@ def _joined(value: Any) -> Any:
         return value
     parts = {name: _joined(one) for name, one in value.items()}
     shell = value.shell
-    if shell is None and parts and all(type(name) is int for name in parts):
+    if shell is None and any(type(name) is int for name in parts):
         shell = [None] * len(parts)
     if shell is None:
         return parts
@@ -218,6 +253,8 @@ def _joined(value: Any) -> Any:
         raise ValueError(f"{len(parts)} values where there are {len(shell)}")
     if type(shell) in (list, tuple):
         return type(shell)(parts[index] for index in range(len(shell)))
+    if type(shell) not in _DICTS:
+        raise ValueError(f"a {type(shell).__name__} has values")
     return type(shell)({name: parts[str(name)] for name in shell})
 
 

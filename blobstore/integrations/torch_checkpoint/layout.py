@@ -23,7 +23,7 @@ from blobstore.integrations.torch_checkpoint.windows import (
     choose_owners,
     windows_of,
 )
-from blobstore.manifests.plain_values import encode
+from blobstore.manifests.plain_values import depth_checked, encode
 from blobstore.models.torch_values import KINDS
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
@@ -201,8 +201,9 @@ class RankState:
                 self.boxes.setdefault(key, []).append(box)
         self._resolve = functools.lru_cache(maxsize=1)(self._bytes)
 
+    @depth_checked()
     def values(self) -> dict[str, Any]:
-        """Return the values besides tensors, as JSON. Raises UnsupportedSource."""
+        """Return the values besides tensors, as JSON. Raises UnsupportedSource, or UsageError."""
         if not self._values:
             return {}
         look_up: Callable[[MetadataIndex], Any] | None = getattr(

@@ -160,7 +160,7 @@ class StoreReader(StorageReader):
         """Return a value as the planner takes it: a pickle, made here and now of plain values."""
         try:
             value = decode(self._record.values[key][1], KINDS)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BlobDamaged(f"{self._reference}: value {quote(key)}: {error}") from None
         data = io.BytesIO()
         torch.save(value, data)

@@ -20,6 +20,7 @@ from blobstore.core.files import read_regular
 from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
+from blobstore.manifests.plain_values import depth_checked
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import FlatState
 from blobstore.objects.address import is_address
@@ -137,7 +138,8 @@ def save(
     reference = Reference.of(reference)
     check_jobs(jobs)
     contents = {name: file_content(name, file) for name, file in (files or {}).items()}
-    libraries = set(_libraries(tensors))
+    with depth_checked():
+        libraries = set(_libraries(tensors))
     framework = next((one for one in ("torch", "mlx") if one in libraries), "numpy")
     options: dict[str, Any] = {"started": started, "jobs": jobs, "progress": progress}
     is_model = all(_library(one) for one in tensors.values())

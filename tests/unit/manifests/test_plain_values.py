@@ -93,10 +93,11 @@ class Colour(IntEnum):
         ({"a": defaultdict(int)}, "v['a']", "collections.defaultdict"),
         (np.array([object()]), "v", "numpy.ndarray"),
         (np.array(["2020"], "M8[Y]"), "v", "numpy.ndarray"),
+        (np.zeros((1, 1)).view(np.matrix), "v", "numpy.matrix"),
         ("\ud800", "v", "not Unicode"),
         (print, "v", "builtin_function_or_method"),
     ],
-    ids=["object", "enum", "defaultdict", "objects", "dates", "surrogate", "function"],
+    ids=["object", "enum", "defaultdict", "objects", "dates", "matrix", "surrogate", "function"],
 )
 def test_other_values_are_refused_by_their_place(value: Any, place: str, kind: str) -> None:
     with pytest.raises(UnsupportedSource) as caught:
@@ -124,6 +125,7 @@ def test_other_values_are_refused_by_their_place(value: Any, place: str, kind: s
         {"$tuple": [], "more": 1},
         {"more": 1, "$tuple": []},
         [{"$complex": [1, "a"]}],
+        {"$complex": [10**400, 0]},
     ],
     ids=str,
 )

@@ -182,6 +182,14 @@ def test_arrays_of_mlx_come_back(store: LocalStore) -> None:
     assert_same(found["step"], (3, np.ones(1)))
 
 
+def nested(depth: int) -> Any:
+    """Return a value in some dicts."""
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
@@ -189,8 +197,14 @@ def test_arrays_of_mlx_come_back(store: LocalStore) -> None:
         ({"w": torch.ones(1), "x": {(1, 2): [set]}}, UnsupportedSource, r"'x\.\(1, 2\)\[0\]' is a"),
         ({"a.b": torch.ones(1), "a": {"b": 1}}, UsageError, "would have the key 'a.b'"),
         ({"x": {1: torch.ones(1), "1": 2}}, UsageError, "would have the key 'x.1'"),
+        ({"x": {1: {"a": torch.ones(1)}, "1": {"b": 2}}}, UsageError, "would have the key 'x.1'"),
+        ({"w": torch.ones(1), "x": {frozenset("ab"): {}}}, UsageError, "a key in 'x' is a set"),
+        ({"w": torch.ones(1), "x": {"\ud800": 1}}, UsageError, "not Unicode"),
+        ({"w": torch.ones(1), "x": nested(100)}, UsageError, "has over 100 parts"),
+        ({"w": torch.ones(1), "x": nested(5000)}, UsageError, "nested too deeply"),
         ({"x": 1}, UsageError, "there are no tensors"),
     ],
+    ids=range(10),
 )
 def test_refuses_a_state_that_would_not_come_back(
     store: LocalStore, state: Any, error: type[Exception], message: str
