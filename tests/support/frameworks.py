@@ -11,7 +11,7 @@ from tests.support.markers import FRAMEWORKS
 
 ABSENT = {
     name
-    for name in {"distributed", "diffusers"}.union(*FRAMEWORKS.values())
+    for name in {"distributed", "diffusers", "lightning"}.union(*FRAMEWORKS.values())
     if find_spec(name) is None
 }
 

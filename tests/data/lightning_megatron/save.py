@@ -51,6 +51,7 @@ def save_lightning(folder: Path) -> None:
         def configure_model(self) -> None:
             if not self.is_cut:
                 self.is_cut = True
+                assert self.device_mesh is not None
                 mesh = self.device_mesh["data_parallel"]
                 for part in (self.model[0], self.model[2], self.model):
                     fully_shard(part, mesh=mesh)

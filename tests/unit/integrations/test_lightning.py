@@ -1,49 +1,78 @@
-"""The plugin for Lightning's Trainer, whose package the tests do not have: it is only the base class."""
+"""Lightning's Trainer saves into a store, and resumes from it."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 import blobstore
 from blobstore.store.local import LocalStore
 
-
-class HyperParameters(dict[str, Any]):
-    """As Lightning keeps them."""
-
-
-@pytest.fixture
-def plugin(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Any:
-    package = ModuleType("lightning.fabric.plugins")
-    package.CheckpointIO = object  # type: ignore[attr-defined]
-    for name in ("lightning", "lightning.fabric"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    module = importlib.import_module("blobstore.integrations.lightning")
-    monkeypatch.delitem(sys.modules, module.__name__)
-    return module.StoreCheckpointIO("run", store)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # those of Lightning about torch, and about itself
 
 
-def test_a_checkpoint_is_a_step(store: LocalStore, plugin: Any) -> None:
-    checkpoint = {
-        "state_dict": {"net.weight": torch.ones(2)},
-        "optimizer_states": [{"state": {0: {"m": torch.zeros(2)}}}],
-        "loops": {"fit_loop": {"current": None}},
-        "hyper_parameters": HyperParameters(lr=0.1),
-    }
-    path = Path("out/epoch=0-step=10.ckpt")
-    plugin.save_checkpoint(checkpoint, path)
-    assert blobstore.open("run:epoch-0-step-10", store=store)["net.weight"].tolist() == [1, 1]
-    found = plugin.load_checkpoint(path)
-    assert found["state_dict"]["net.weight"].equal(torch.ones(2))
-    assert found["optimizer_states"][0]["state"][0]["m"].equal(torch.zeros(2))
-    assert (found["loops"], found["hyper_parameters"]) == (checkpoint["loops"], {"lr": 0.1})
-    plugin.remove_checkpoint(path)
-    assert list(store.references()) == []
+class Net(lightning.LightningModule):
+    """One matrix, with hyperparameters, an optimizer that has moments, and a scheduler."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch: tuple[torch.Tensor], number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.linear(batch[0]).square().mean() / (number + 1)
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def train(folder: Path, store: LocalStore, epochs: int, resumed: str | None = None) -> Net:
+    from blobstore.integrations.lightning import StoreCheckpointIO
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, save_last=True)],
+        plugins=[StoreCheckpointIO("run", store)],
+    )
+    net = Net()
+    rows = torch.arange(32, dtype=torch.float32).view(8, 4)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
+    trainer.fit(net, batches, ckpt_path=resumed)
+    return net
+
+
+def test_a_resumed_training_ends_as_one_that_was_not_stopped(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    whole = train(tmp_path / "whole", LocalStore(tmp_path / "other"), 2)
+    first = train(tmp_path / "first", store, 1)
+    names = ["run:epoch-0-step-2", "run:epoch-0-step-2.state", "run:last", "run:last.state"]
+    assert sorted(one.name for one in blobstore.list(store=store)) == names
+    with blobstore.open("run:last", store=store, framework="torch") as model:
+        assert model["linear.weight"].equal(first.linear.weight)
+    resumed = train(tmp_path / "second", store, 2, "last.ckpt")
+    assert resumed.linear.weight.equal(whole.linear.weight)
+    assert not resumed.linear.weight.equal(first.linear.weight)
+
+
+def test_a_checkpoint_that_is_not_kept_loses_its_names(store: LocalStore, tmp_path: Path) -> None:
+    train(tmp_path, store, 2)
+    assert not store.has_model("run:epoch-0-step-2")
+    assert not store.has_model("run:epoch-0-step-2.state")
+    assert store.has_model("run:epoch-1-step-4")
