@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Protocol
+
+    class Body(Protocol):
+        """The body of a request."""
+
+        def is_eof(self) -> bool:
+            """Return whether all of it has arrived, or there is none."""
+            ...
+
 
 MAX_AHEAD: Final = 64 << 10
-"""Bytes of heads, or of requests that wait. One read of a socket may exceed it. Forms that are read do not count."""
+"""Bytes of heads, or of requests that wait. One read of a socket may exceed it. Bodies do not count: aiohttp holds little of them."""
 GRACE_SECONDS: Final = 2.0
 """How long a connection may move no byte if another one needs its place."""
 
@@ -71,14 +80,17 @@ class Connection(asyncio.Protocol):
         """Read nothing yet."""
         self._handler, self._host = handler, host
         self._transport: asyncio.Transport | None = None
+        self._body: Body | None = None
         self._ahead = 0
         """Bytes that have arrived since the client had nothing to wait for."""
         self.is_answering = self._is_paused = False
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self, body: Body) -> Iterator[None]:
         """Answer a request within the block. If it is the last one that has arrived, the client may go on after it."""
-        self.is_answering = True
+        self.is_answering, self._body = True, body
+        if not body.is_eof():  # so it is the last one
+            self._go_on()
         try:
             yield
         finally:
@@ -89,12 +101,11 @@ class Connection(asyncio.Protocol):
 
     def _answered(self) -> None:
         if not self.is_answering:
-            self.taken(self._ahead)
+            self._go_on()
 
-    def taken(self, size: int) -> None:
-        """Count bytes no longer, because they were answered, or are held elsewhere."""
-        self._ahead -= min(size, self._ahead)
-        if self._is_paused and self._ahead <= MAX_AHEAD and self._transport is not None:
+    def _go_on(self) -> None:
+        self._ahead = 0
+        if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
 
@@ -118,7 +129,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
         self._host.moved(self)
-        self._ahead += len(data)
+        if self._body is None or self._body.is_eof():
+            self._ahead += len(data)
         if self._ahead > MAX_AHEAD and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()

@@ -155,7 +155,7 @@ class Server:
         from aiohttp import web
 
         async def handle(raw: web.BaseRequest) -> web.StreamResponse:
-            with _connection(raw.transport).answering():
+            with _connection(raw.transport).answering(raw.content):
                 return await self._handle(raw, answer)
 
         manager = web.Server(
@@ -314,8 +314,7 @@ class Server:
                 body = None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BODY_SECONDS):
-                        taken = _connection(transport).taken
-                        body = await self._texts.read(raw.content, transport, MAX_BODY, taken)
+                        body = await self._texts.read(raw.content, transport, MAX_BODY)
                 if body is None:
                     return Response(413)
                 response = await self._sound(replace(request, body=body), answer)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core.limits import Crowded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Protocol
 
     class Content(Protocol):
@@ -54,23 +53,13 @@ class TextMemory:
             other.abort()  # its request ends, and lets go of the text
         self._hold(client, size)
 
-    async def read(
-        self,
-        content: Content,
-        client: asyncio.Transport,
-        most: int,
-        on_held: Callable[[int], object] = lambda _: None,
-    ) -> bytes | None:
-        """Return a text that a client sends, which is held; None if it has more than ``most`` bytes. Raises Crowded.
-
-        ``on_held`` is called with the bytes of each piece.
-        """
+    async def read(self, content: Content, client: asyncio.Transport, most: int) -> bytes | None:
+        """Return a text that a client sends, which is held; None if it has more than ``most`` bytes. Raises Crowded."""
         text = bytearray()
         while piece := await content.readany():
             if len(text) + len(piece) > most:
                 return None
             self.take(client, len(piece))
-            on_held(len(piece))
             text += piece
         return bytes(text)
 

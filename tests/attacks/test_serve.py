@@ -207,6 +207,17 @@ def test_no_body_is_waited_for_that_the_head_does_not_allow(
         assert client.recv(1000).startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("/v2/org/model/blobs/uploads/", 405), ("/api/models/org/model/paths-info/main", 413)],
+)
+def test_a_client_that_sends_all_of_a_body_first_hears_that_it_is_refused(
+    server: Serving, target: str, status: int
+) -> None:
+    body = bytes(16 << 20)  # more than sockets hold
+    assert server.request(target, "POST", body, Content_Type="application/json")[0] == status
+
+
 def test_a_form_that_does_not_go_on_gives_its_memory_to_others(
     data: bytes, models: LocalStore, tmp_path: Path
 ) -> None:

@@ -12,6 +12,19 @@ import pytest
 from blobstore.serve.connection import MAX_AHEAD, Connection, Connections, Refusal
 
 
+class Body:
+    """The body of a request."""
+
+    def __init__(self, *, is_complete: bool) -> None:
+        self.is_complete = is_complete
+
+    def is_eof(self) -> bool:
+        return self.is_complete
+
+
+NOTHING = Body(is_complete=True)
+
+
 class Transport:
     """The part of a connection that reads."""
 
@@ -60,11 +73,11 @@ def test_a_client_that_sends_much_ahead_is_not_read_until_all_is_answered() -> N
         connection, transport, handler = connected()
         connection.data_received(b"a" * MAX_AHEAD)
         assert transport.reads()
-        with connection.answering():
+        with connection.answering(NOTHING):
             connection.data_received(b"a")
             assert not transport.reads()
             assert handler.received == MAX_AHEAD + 1, "what was read is passed on"
-        with connection.answering():  # the next one had arrived, too
+        with connection.answering(NOTHING):  # the next one had arrived, too
             await turns()
             assert not transport.reads()
         await turns()
@@ -82,18 +95,23 @@ def test_a_head_without_an_end_is_not_read_on() -> None:
     assert not transport.reads()
 
 
-def test_a_form_does_not_count_once_it_is_held_elsewhere() -> None:
+def test_a_body_does_not_count() -> None:
     async def run() -> None:
-        connection, transport, _ = connected()
-        with connection.answering():
-            for _ in range(10):
-                connection.data_received(b"a" * MAX_AHEAD)
-                connection.taken(MAX_AHEAD)
-                assert transport.reads()
-            connection.data_received(b"a" * MAX_AHEAD * 2)
-            assert not transport.reads()
-            connection.taken(MAX_AHEAD)
+        connection, transport, handler = connected()
+        body = Body(is_complete=False)
+        connection.data_received(b"a" * MAX_AHEAD * 2)  # its beginning came with the head
+        assert not transport.reads()
+        with connection.answering(body):
             assert transport.reads()
+            connection.data_received(b"a" * MAX_AHEAD * 10)
+            assert transport.reads()
+        connection.data_received(b"a" * MAX_AHEAD * 10)  # of a body that nobody wants
+        body.is_complete = True
+        await turns()
+        assert transport.reads()
+        connection.data_received(b"a" * (MAX_AHEAD + 1))
+        assert not transport.reads()
+        assert handler.received == 23 * MAX_AHEAD + 1
 
     asyncio.run(run())
 
@@ -131,7 +149,7 @@ def test_who_waits_for_no_answer_makes_place_before_others(clock: list[float]) -
     async def run() -> None:
         host = Connections(2)
         (one, first, _), (_, second, _) = connected(host), connected(host)
-        with one.answering():
+        with one.answering(NOTHING):
             clock[0] = 3.0
             connected(host)
             assert (first.is_aborted, second.is_aborted) == (False, True)
