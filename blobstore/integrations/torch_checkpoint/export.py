@@ -7,10 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from blobstore.core.globs import any_glob_matches
 from blobstore.core.progress import Meter
@@ -64,10 +62,14 @@ def export_checkpoint(
         planner = _Planner(Meter(progress, model.nbytes))
     state = load(reference, store=store, framework="torch", verify="digest")
     with atomic_folder(target, force=force) as new:
-        try:
-            save(state, storage_writer=FileSystemWriter(new), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+        # What save does on one rank, without its warning that there is one, and with our errors.
+        writer = FileSystemWriter(new)
+        planner.set_up_planner(state, is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
+        writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
         return _exported(target, new, started, planner.tensors)
 
 
