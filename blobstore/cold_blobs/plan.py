@@ -15,6 +15,7 @@ from blobstore.cold_blobs.gguf_parents import ParentFinder
 from blobstore.cold_blobs.relatives import Relatives
 from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
+from blobstore.manifests.step_record import is_state, state_of, step_of
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
@@ -167,7 +168,18 @@ def _choose_bases(
     if base is None:
         excluded = () if chains else deltas
         uses = relatives.uses(layer for found in layers.values() for layer in found.values())
-        plan.bases = BaseFinder(store, manifests, excluded, report, uses).find_bases(hot)
+        # A state has its model's base, because they share blobs, and moments say little about which to choose.
+        states = {
+            name
+            for name in manifests
+            if is_state(name) and step_of(name) in (chosen if name in chosen else manifests)
+        }
+        searched = {name: one for name, one in manifests.items() if name not in states}
+        finder_of_bases = BaseFinder(store, searched, excluded, report, uses)
+        plan.bases = finder_of_bases.find_bases([name for name in hot if name not in states])
+        for state in states.intersection(hot):
+            if found := plan.bases.get(step_of(state)):
+                plan.bases[state] = state_of(found) if state_of(found) in states else found
     else:
         plan.bases = {reference: base for reference in hot if reference != base}
     likely = {
@@ -187,9 +199,9 @@ def _choose_bases(
         if chains or (digest not in bases and blob.digest not in deltas)
     }
     for reference in hot:
-        found = _holder(plan, reference, layers)
-        if found is not None:
-            plan.bases[reference] = found
+        holder = _holder(plan, reference, layers)
+        if holder is not None:
+            plan.bases[reference] = holder
 
 
 def _holder(

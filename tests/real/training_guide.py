@@ -72,6 +72,7 @@ def _in_one_process(store: str) -> None:
     first = start()
     guide["save_step"](*first, 1, step(*first))
     losses = [step(*first), step(*first)]
+    guide["save_step"](*first, 3, losses[-1])  # waits for the one before
     second = start()
     assert guide["resume"](*second, "run:step-1") == 1
     assert [step(*second), step(*second)] == losses

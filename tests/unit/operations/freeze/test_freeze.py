@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import blobstore
@@ -26,6 +27,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
+from blobstore.manifests.step_record import step_of
 from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
@@ -1146,3 +1148,30 @@ def test_a_merged_adapter_compresses_well_against_its_base(
     assert set(forms_of(store, "merged").values()) == {"hot"}
     for name, item in layers(store, "merged").items():
         assert store.read_blob(item.digest, item.size) == made[name]
+
+
+def test_the_steps_of_a_run_have_one_base_with_their_states(store: LocalStore) -> None:
+    random = np.random.default_rng(0)
+    weights = {f"w{index}": random.standard_normal((64, 64), np.float32) for index in range(3)}
+    states = {}
+    for number in range(5):
+        moments = {key: random.standard_normal((64, 64), np.float32) for key in weights}
+        states[f"run:{number}"] = {"model": dict(weights), "moments": moments}
+        weights = {key: one + moments[key] * np.float32(1e-5) for key, one in weights.items()}
+    *first, last = states
+    for name in first:
+        blobstore.save(states[name], name, model="model", store=store)
+    frozen = freeze_models(list(store.references()), store=store)
+    blobstore.save(states[last], last, model="model", store=store)
+    later = freeze_models([last, f"{last}.state"], store=store)
+
+    pairs = [pair for pair in (*frozen.bases, *later.bases) if step_of(pair[0]) != step_of(pair[1])]
+    (base,) = {step_of(other) for _, other in pairs}
+    assert {step_of(name) for name, _ in pairs} == {*map(Reference.parse, states)} - {base}
+    with_base = [blob.name for blob in (*frozen.blobs, *later.blobs) if blob.base is not None]
+    assert sorted(with_base) == sorted([*weights] * (len(states) - 1))
+    for name, state in states.items():
+        found = blobstore.load(name, store=store, framework="numpy")
+        for part in state:
+            for key, array in state[part].items():
+                assert np.array_equal(found[part][key], array)
