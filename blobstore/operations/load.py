@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, NotFound
+from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, NotFound, UsageError
 from blobstore.manifests import media_types
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, is_alias_of
 from blobstore.manifests.step_record import (
     RECORD_FILE,
     StepRecord,
@@ -28,6 +28,7 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from blobstore.core.digest import Digest
     from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
     from blobstore.operations.open import Framework, Verify
@@ -102,7 +103,7 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
 def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
     """Yield the names that may have all of the step; those of the model that an alias is of, too.
 
-    A state whose model has been replaced since is that of another step.
+    A state whose model has been replaced since is that of another step. Raises UsageError if steps of an alias differ.
     """
     if is_address(store):
         with contextlib.suppress(InvalidReference):  # it would be too long
@@ -110,13 +111,23 @@ def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
         return
     catalog = read_catalog(LocalStore.of(store))
     own = catalog.get(reference)
+    found: dict[Digest | None, Reference] = {}
     states = [one for one in catalog.of_repositories([reference]) if is_state(one.reference)]
     for state in sorted(states, key=lambda one: step_of(one.reference) != reference):
         name = step_of(state.reference)
         model = catalog.get(name)
-        is_alias = own is not None and model is not None and own.digest == model.digest is not None
+        is_same = own is not None and model is not None and own.digest == model.digest is not None
+        is_alias = is_same and is_alias_of(reference, name)
         if (name == reference or is_alias) and _is_of(state, model):
-            yield state.reference
+            found.setdefault(state.digest, state.reference)
+            if name == reference:
+                break
+    if len(found) > 1:
+        names = " and ".join(quote(step_of(state)) for state in [*found.values()][:2])
+        raise UsageError(
+            f"{quote(reference)} can be {names}, which have equal models; load one of them"
+        )
+    yield from found.values()
 
 
 def _is_of(state: CatalogEntry, model: CatalogEntry | None) -> bool:

@@ -155,6 +155,18 @@ def test_a_state_that_is_newer_than_its_model_is_of_a_step_that_is_replaced(
     assert_same(blobstore.load("run:1", store=store), plain())
 
 
+def test_equal_models_lend_no_state_to_each_other(store: LocalStore) -> None:
+    for step in (1, 2):
+        blobstore.save(plain() | {"step": step}, f"run:{step}", model="model", store=store)
+    blobstore.copy("run:2", "run:best", store=store)
+    with pytest.raises(UsageError, match=r"'run:best' can be 'run:1' and 'run:2'"):
+        blobstore.load("run:best", store=store)
+    blobstore.copy("run:2.state", "run:best.state", store=store)
+    assert blobstore.load("run:best", store=store)["step"] == 2
+    blobstore.remove(["run:2.state", "run:best.state"], store=store)
+    assert_same(blobstore.load("run:2", store=store), plain()["model"])
+
+
 def test_a_name_of_any_length_is_loaded(store: LocalStore) -> None:
     name = f"run:{'t' * 80}"
     blobstore.save(plain(), name, store=store)
