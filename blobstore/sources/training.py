@@ -81,7 +81,7 @@ class TrainingState:
         with contextlib.ExitStack() as opened:
             self._opened = opened
             if isinstance(model, TorchFolder):
-                self._open_distributed(model)
+                self._open_distributed(model, path)
             elif isinstance(model, HuggingFaceFolder):
                 self._open_files(model, path)
             else:
@@ -97,10 +97,11 @@ class TrainingState:
         self._model.versions.record(path)
         return read_regular(path, MAX_SMALL_FILE, self._model.versions.open)
 
-    def _open_distributed(self, model: TorchFolder) -> None:
+    def _open_distributed(self, model: TorchFolder, path: Path) -> None:
         everything = model.everything()
         self._opened.callback(everything.close)
-        self.notices = list(everything.notices)
+        files = [found for found in path.iterdir() if any_glob_matches(found.name, TRAINER_FILES)]
+        self.notices = [*everything.notices, *(f"left out: {quote(it)}" for it in sorted(files))]
         self.tensors, path_of = _tensors(everything), everything.path_of
         values = self._plain_parts(everything.contents, {})
         self.record = StepRecord(

@@ -178,3 +178,12 @@ def test_code_in_a_file_is_never_run(
     export_trainer("run:3", tmp_path / "out", store=store)
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_files_next_to_a_folder_of_torch_are_said_to_be_left_out(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    save({"model": {"w": torch.ones(3)}, "step": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save({"last_epoch": 1}, tmp_path / "dcp" / "scheduler.pt")
+    created = blobstore.create(tmp_path / "dcp", "run:1", store=store, state=True)
+    assert any("left out" in one and "scheduler.pt" in one for one in created.notices)
