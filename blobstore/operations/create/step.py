@@ -227,7 +227,7 @@ def save_step(
     place = open_place(store)
     convert = Converter(source.read).convert
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in plan.blobs))
-    with place.checked(), contextlib.closing(place.begin(plan, reference)) as step:
+    with contextlib.closing(place.begin(plan, reference)) as step, place.checked():
 
         def add(blob: BlobPlan) -> Ingested:
             buffers = reporting(lambda: blob.buffers(convert), pool.report, blob.name)

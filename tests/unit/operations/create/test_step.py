@@ -9,9 +9,10 @@ import pytest
 
 import blobstore
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import UsageError
+from blobstore.errors import StoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.step import StepPlan
+from blobstore.store.local import LocalStore
 
 SPECS = {
     key: TensorSpec(key, DType.F32, (2, 3))
@@ -76,3 +77,11 @@ def test_metrics_are_a_file(tmp_path: Path) -> None:
     (file,) = step.model.source.files
     assert json.loads(file.content or b"") == {"loss": 1.5}
     blobstore.save({"a": np.ones(1)}, "m", files={file.name: file.content or b""}, store=tmp_path)
+
+
+def test_a_full_disk_names_what_the_step_needs(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "free_space", lambda _: 10)
+    with pytest.raises(StoreError, match=r" 2\.0 MB are needed"):
+        blobstore.save({"w": np.zeros(2 * 10**6, np.uint8), "step": 1}, "run:1", store=store)
