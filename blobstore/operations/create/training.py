@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
 from blobstore.errors import UsageError
@@ -15,6 +15,7 @@ from blobstore.sources.training import TRAINER_FILES, TrainingState
 
 if TYPE_CHECKING:
     import os
+    from concurrent.futures import Executor
 
     from blobstore.core.progress import Progress
     from blobstore.operations.create.create import Created
@@ -38,17 +39,22 @@ def import_state(
     started: float,
     jobs: int | None = None,
     progress: Progress | None = None,
-    **_: Any,
+    paranoid: bool = False,
+    executor: Executor | None = None,
 ) -> Created:
     """Import all of a training's state; the arguments are those of :func:`import_source`.
 
     Raises:
-        UsageError: an option would convert or rename tensors.
+        UsageError: an option would convert or rename tensors, or is one of other imports.
         UnsupportedSource: the source has no state that can be read. Otherwise as :func:`import_source`.
     """
     if options._replace(source=SourceOptions()) != ImportOptions() or options.source.strip_prefix:
         raise UsageError(
             "the state of a training is kept as it is, without options that convert or rename tensors"
+        )
+    if paranoid or executor is not None:
+        raise UsageError(
+            "the state of a training is imported neither with paranoid nor on an executor"
         )
     with contextlib.closing(TrainingState(opened, local_path(source, "source"))) as state:
         created = save_step(

@@ -135,9 +135,13 @@ def test_a_folder_of_torch_has_its_state(tmp_path: Path, store: LocalStore) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"decode": True}, {"experts": "stacked"}, {"dry_run": True}], ids=str
+    "options",
+    [{"decode": True}, {"experts": "stacked"}, {"dry_run": True}, {"paranoid": True}],
+    ids=str,
 )
-def test_options_that_convert_are_refused(folder: Path, store: LocalStore, options: Any) -> None:
+def test_options_that_have_no_effect_or_convert_are_refused(
+    folder: Path, store: LocalStore, options: Any
+) -> None:
     with pytest.raises(UsageError, match="state"):
         blobstore.create(folder, "run:3", store=store, state=True, **options)
     assert list(store.references()) == []
