@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_place
 from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, NotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference, is_alias_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from blobstore.core.digest import Digest
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
     from blobstore.operations.open import Framework, Verify
@@ -93,7 +94,9 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
     for name in (*_states(reference, store), reference):
         with contextlib.suppress(NotFound):
             model: Model[Any] = open_model(f"{prefix}{name}", **options)
-            return model
+            if not prefix or name == reference or _is_remote_state(model, f"{prefix}{reference}"):
+                return model
+            model.close()
     raise ModelNotFound(
         f"there is no step {quote(reference)}",
         advice="choose one of those that 'blobstore list' shows",
@@ -136,8 +139,35 @@ def _is_of(state: CatalogEntry, model: CatalogEntry | None) -> bool:
         return True
     if state.manifest is None or model.manifest is None:
         return True
-    layers = (one.layers_of(media_types.TENSOR) for one in (model.manifest, state.manifest))
-    own, every = ({layer.digest for layer in its} for its in layers)
+    return _has_all(state.manifest, model.manifest)
+
+
+def _is_remote_state(state: Model[Any], address: str) -> bool:
+    """Return whether a state is that of the model at an address, if there is one.
+
+    Raises:
+        UsageError: it is that of another one, which was replaced or is being saved.
+    """
+    with (
+        contextlib.suppress(NotFound),
+        open_model(address, verify="none", cache="none") as model,
+    ):
+        if RECORD_FILE in model.files:
+            return False
+        if not _has_all(state.manifest, model.manifest):
+            state.close()
+            raise UsageError(
+                f"{quote(state.reference)} is not the state of the model {quote_place(address)}, which was replaced "
+                "or is being saved"
+            )
+    return True
+
+
+def _has_all(state: Manifest, model: Manifest) -> bool:
+    """Return whether a state has the tensors of a model."""
+    own, every = (
+        {layer.digest for layer in its.layers_of(media_types.TENSOR)} for its in (model, state)
+    )
     return own <= every
 
 

@@ -126,6 +126,13 @@ def test_an_alias_and_object_storage_have_the_state(store: LocalStore, tmp_path:
         state = plain() | {"model": {"w": torch.tensor(int(replaced))}}
         assert blobstore.save(state, "run:1", model="model", store=bucket).replaced == replaced
         assert_same(blobstore.load("run:1", store=bucket), state)
+    blobstore.save({"w": torch.ones(2)}, "other", store=store)
+    blobstore.push("other", f"{bucket}/run:1", store=store)
+    with pytest.raises(UsageError, match="'run:1.state' is not the state of the model 'file:"):
+        blobstore.load("run:1", store=bucket)
+    state = {"w": torch.ones(2), "step": 2}
+    blobstore.save(state, "run:1", store=bucket)
+    assert_same(blobstore.load("run:1", store=bucket), state)
 
 
 def test_any_model_is_a_state_of_its_tensors(store: LocalStore) -> None:
