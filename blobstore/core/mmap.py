@@ -20,8 +20,6 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
-
 from blobstore.core.files import open_regular
 from blobstore.core.system import (
     MADV_HUGEPAGE,
@@ -203,6 +201,9 @@ class MappedRegion:
 
         It returns False if a range cannot be populated, or nothing else uses the memory any more.
         """
+        # Not above: those who read safetensors files alone need not have it. It releases the interpreter's lock.
+        from zlib_ng.zlib_ng import crc32
+
         memory, address, offsets = weakref.ref(self._all), self._address, self.offsets
 
         def populate(slot: int, begin: int, end: int) -> bool:
