@@ -224,6 +224,7 @@ def test_show_reads_the_headers_of_a_model_in_a_registry(
     there = run_json("show", "a", "--store", origin.root)
     there.pop("name")
     assert (found.pop("signatures"), there.pop("signatures")) == (None, [])
+    assert (found.pop("read"), there.pop("read")["how"]) == (None, "mmap")
     assert found == there
     assert registry.sent.total() < 2 * 2**16 + 2000
     assert not store.root.exists()

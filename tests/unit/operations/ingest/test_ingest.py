@@ -169,8 +169,8 @@ import blobstore.store.locks as locks
 
 create_file = locks.Lease.create_file
 
-def create_and_die(lease):
-    created = create_file(lease)
+def create_and_die(lease, *shared):
+    created = create_file(lease, *shared)
     left = pathlib.Path(__file__).with_name("deaths")
     count = int(left.read_text())
     if count:
