@@ -36,4 +36,6 @@ def read_metrics(store: BlobDescriber, manifest: Manifest) -> Mapping[str, float
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_LARGEST <= value <= _LARGEST

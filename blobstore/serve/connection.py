@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         """The body of a request."""
 
         def is_eof(self) -> bool:
-            """Return whether all of it has arrived, or there is none."""
+            """Return whether no more of it will arrive."""
             ...
 
 
@@ -54,7 +54,7 @@ class Connections:
         return connection
 
     def _ends_one(self) -> bool:
-        """End a connection that is in the way, and return True; return False if there is none."""
+        """End a connection that is in the way; return whether one was."""
         oldest = next(iter(self._moved))
         idle = next((one for one in self._moved if not one.is_answering), oldest)
         for one in (idle, oldest):

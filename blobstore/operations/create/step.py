@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from blobstore.core import strict_json
@@ -36,7 +37,7 @@ from blobstore.sources.memory import MemorySource
 from blobstore.store.names import NewModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Buffer
 
@@ -253,7 +254,9 @@ def save_step(
     )
 
 
-def _metrics_json(metrics: Mapping[str, Any]) -> bytes:
+def _metrics_json(metrics: object) -> bytes:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics are numbers by name, got {quote(type(metrics).__name__)}")
     for name, value in metrics.items():
         if not isinstance(name, str) or type(value) not in (int, float):
             raise UsageError(f"a metric is a number, got {quote(value)} for {quote(name)}")

@@ -51,7 +51,7 @@ class PlainParts:
         self._left = _MAX_COST
 
     def of(self, value: Any, keys: Keys = ()) -> Any:
-        """Return a plain value, to which ``keys`` lead. Raises CheckpointUnsupported if it, or what it holds, is none."""
+        """Return the plain value to which ``keys`` lead. Raises CheckpointUnsupported for any other."""
         kind, name = type(value), ".".join(map(str, keys))
         self._left -= _COST + (len(value) if kind in (str, bytes) else 0)
         if self._left < 0 or len(keys) > _MAX_DEPTH:

@@ -15,6 +15,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UsageErro
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.models.read_strategy import Read
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.planning.plan import QuantizeOptions
@@ -309,12 +310,13 @@ def test_hashed_blobs_are_not_hashed_again(settled: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("read", ["mmap", "populate", "pread"])
-def test_blobs_are_remembered_however_they_are_read(settled: LocalStore, read: Any) -> None:
+def test_blobs_are_remembered_however_they_are_read(settled: LocalStore, read: Read) -> None:
     put(settled, "cold", {"x": 1})
     freeze_models(["cold"], store=settled)
+    levels: list[Verify] = ["digest", "digest", "rehash"]
     for name in ("m", "cold"):
-        for level in ("digest", "digest", "rehash"):
-            blobstore.open(name, store=settled, verify=level, read=read).close()  # type: ignore[call-overload]
+        for level in levels:
+            blobstore.open(name, store=settled, verify=level, read=read).close()
     known = settled.verified_blobs()
     (frozen,) = settled.resolve("cold").layers_of(*media_types.WEIGHTS)
     assert known.has_cold(*frozen.id)
@@ -324,15 +326,15 @@ def test_blobs_are_remembered_however_they_are_read(settled: LocalStore, read: A
 
 
 @pytest.mark.parametrize("read", ["mmap", "populate", "pread"])
-def test_a_blob_that_is_damaged_is_forgotten(settled: LocalStore, read: Any) -> None:
-    blobstore.open("m", store=settled, verify="digest", read=read).close()  # type: ignore[call-overload]
+def test_a_blob_that_is_damaged_is_forgotten(settled: LocalStore, read: Read) -> None:
+    blobstore.open("m", store=settled, verify="digest", read=read).close()
     path = blob_path(settled, NORM)
     flip(path)
     for _ in range(2):
         with pytest.raises(BlobDamaged, match=f"^m:latest: layer '{NORM}': .* bytes have digest"):
-            blobstore.open("m", store=settled, verify="digest", read=read)  # type: ignore[call-overload]
+            blobstore.open("m", store=settled, verify="digest", read=read)
     flip(path)
-    with blobstore.open("m", store=settled, verify="digest", read=read) as model:  # type: ignore[call-overload]
+    with blobstore.open("m", store=settled, verify="digest", read=read) as model:
         np.testing.assert_array_equal(model[NORM], TENSORS[NORM])
 
 

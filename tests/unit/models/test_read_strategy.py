@@ -15,7 +15,7 @@ from blobstore.core.mounts import FileSystem
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.models import read_strategy
-from blobstore.models.read_strategy import ReadFacts, choose
+from blobstore.models.read_strategy import Read, ReadFacts, choose
 from blobstore.store.local import LocalStore
 from tests.support import fuse_mount
 from tests.support.damage import flip
@@ -272,8 +272,9 @@ def test_a_blob_of_a_remote_model_is_hashed_before_its_first_use(damaged: Mounte
 
 @needs_fuse
 def test_a_map_that_was_asked_for_stays_one(remote: Mounted) -> None:
-    for read in ("mmap", "populate"):
-        with blobstore.open("m", store=LocalStore(remote.path), read=read) as model:  # type: ignore[call-overload]
+    reads: list[Read] = ["mmap", "populate"]
+    for read in reads:
+        with blobstore.open("m", store=LocalStore(remote.path), read=read) as model:
             assert model.reading == (read, "it was asked for")
 
 

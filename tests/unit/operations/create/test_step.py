@@ -48,9 +48,10 @@ def test_without_a_model_tensors_have_the_names_of_the_state() -> None:
         ({"files": {"config.json": b"{}"}}, "which part"),
         ({"metrics": {"loss": "low"}}, "a metric is a number"),
         ({"metrics": {"loss": float("nan")}}, "metrics"),
+        ({"metrics": [1.5]}, "metrics are numbers by name, got 'list'"),
         ({"model": "model", "files": {"../x": b""}}, "x"),
     ],
-    ids=["model", "files", "text", "nan", "path"],
+    ids=["model", "files", "text", "nan", "list", "path"],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
