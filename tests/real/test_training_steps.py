@@ -17,6 +17,7 @@ from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.real.training_steps import CONFIG, METRICS, RANKS, STEP, WORLDS
 from tests.support.clients import run_python
+from tests.support.once import made_once
 
 STATE = f"{STEP}.state"
 
@@ -24,11 +25,13 @@ STATE = f"{STEP}.state"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of stores, one for each number of ranks; the program checks what it loads from them."""
-    folder = tmp_path_factory.mktemp("steps")
-    command = (sys.executable, "-m", "tests.real.training_steps", folder)
-    ran = run_python(command, os.environ)
-    assert ran.code == 0, ran.stderr[-5000:]
-    return folder
+
+    def save(folder: Path) -> None:
+        command = (sys.executable, "-m", "tests.real.training_steps", folder)
+        ran = run_python(command, os.environ)
+        assert ran.code == 0, ran.stderr[-5000:]
+
+    return made_once(tmp_path_factory, "steps", save)
 
 
 def blobs(store: Path | LocalStore, name: str) -> dict[str, str]:
