@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.argument_types import check_type
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.manifests import media_types
@@ -50,6 +51,13 @@ class QuantizeOptions:
     matrices except embeddings, norms, routers and vision."""
     overrides: Sequence[str] = ()
     """``GLOB=TYPE``; the last one that matches a tensor's name decides; ``none`` keeps it."""
+
+
+def quantize_options(value: QuantizeOptions | str | None) -> QuantizeOptions:
+    """Return options as they are, and a type as options. Raises UsageError for a value of another kind."""
+    options = QuantizeOptions(value) if value is None or isinstance(value, str) else value
+    check_type("quantize", options, QuantizeOptions)
+    return options
 
 
 def policy_of(

@@ -37,7 +37,7 @@ from blobstore.operations.create.jobs import (
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.source_names import is_elsewhere, source_name
 from blobstore.planning.import_options import ImportOptions, source_record
-from blobstore.planning.plan import QuantizeOptions
+from blobstore.planning.plan import quantize_options
 from blobstore.quantization.representable import UnreadableGroups
 from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.planning.grouping import BlobPlan, ExpertForm
-    from blobstore.planning.plan import ModelPlan
+    from blobstore.planning.plan import ModelPlan, QuantizeOptions
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Buffers, Ingest, Ingested
     from blobstore.store.names import Name
@@ -100,7 +100,7 @@ class CreateOptions(TypedDict, total=False):
     sha256: str | None
     keep_hub_cache: bool
     experts: ExpertForm
-    quantize: QuantizeOptions | None
+    quantize: QuantizeOptions | str | None
     decode: bool
     as_is: bool
     paranoid: bool
@@ -138,7 +138,7 @@ def create(
     sha256: str | None = None,
     keep_hub_cache: bool = False,
     experts: ExpertForm = "packed",
-    quantize: QuantizeOptions | None = None,
+    quantize: QuantizeOptions | str | None = None,
     decode: bool = False,
     as_is: bool = False,
     paranoid: bool = False,
@@ -162,7 +162,7 @@ def create(
         keep_hub_cache: download files of the Hub to the cache of its client, and leave them there. By default,
             files that the cache lacks are removed after the import.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
-        quantize: the type to quantize to; None keeps the tensors.
+        quantize: the type to quantize to, or all options; None keeps the tensors.
         decode: decode FP8 weights to BF16 instead of keeping them with their scales. ``quantize``
             decodes them in any case.
         as_is: keep all tensors as published. That is the default for quantized sources that are not
@@ -199,13 +199,13 @@ def create(
         reference = NameUpdate(implied, ABSENT)
     elif not isinstance(reference, NameUpdate):
         reference = Reference.of(reference)  # before anything else
-    check_type("quantize", quantize or QuantizeOptions(), QuantizeOptions)
+    quantize = quantize_options(quantize)
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
     update = store.names.seen(reference)
     store.names.check_name(update.reference)
     source, source_options = with_quantization(os.fspath(source), source_options)
-    options = ImportOptions(source_options, quantize or QuantizeOptions(), experts, decode, as_is)
+    options = ImportOptions(source_options, quantize, experts, decode, as_is)
     read, import_opened = importer(source, options.source, state=state)
     with (
         _advising(source, implied),

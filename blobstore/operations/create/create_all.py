@@ -40,7 +40,7 @@ from blobstore.operations.create.source_names import (
     step_order,
 )
 from blobstore.planning.import_options import ImportOptions
-from blobstore.planning.plan import QuantizeOptions
+from blobstore.planning.plan import quantize_options
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.file_tree import FileTree
@@ -155,13 +155,12 @@ def create_all(
     results = []
     choices = ImportOptions(
         options.get("source_options", DEFAULT_OPTIONS),
-        options.get("quantize") or QuantizeOptions(),
+        quantize_options(options.get("quantize")),
         options.get("experts", "packed"),
         options.get("decode", False),
         options.get("as_is", False),
     )
     check_type("source_options", choices.source, SourceOptions)
-    check_type("quantize", choices.quantize, QuantizeOptions)
     weights, is_quantized = choices.source.weights, choices.quantize.quant_type is not None
     in_folder = None if name is None else _without_tag(Reference.of(name))
     models = [it for it in find_models(folder, in_folder) if it.matches(weights)]

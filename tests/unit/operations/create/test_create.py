@@ -531,9 +531,7 @@ def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
             assert np.array_equal(model[names[2]], tensors[names[2]])
     assert blobstore.verify("m", store=store).faults == ()
     # The record has what it takes to import the same blobs again.
-    again = blobstore.create(
-        folder, "again", store=store, quantize=QuantizeOptions(quantize), experts=experts
-    )
+    again = blobstore.create(folder, "again", store=store, quantize=quantize, experts=experts)
     assert again.bytes_written < 2000
     path = next(path for path in store.folder("blobs").iterdir() if path.stat().st_size > 8000)
     flip(path)

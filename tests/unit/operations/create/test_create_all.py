@@ -22,7 +22,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
 from blobstore.operations.maintenance.retention import expired_models
-from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
@@ -133,7 +132,7 @@ def test_models_have_the_names_that_create_gives_them(store: LocalStore, tmp_pat
 
 
 def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
-    results = create_all(models, store=store, quantize=QuantizeOptions("none such"))
+    results = create_all(models, store=store, quantize="none such")
     assert all(isinstance(it.error, UsageError | DamagedSource) for it in results)
 
 
@@ -141,9 +140,9 @@ def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
 def test_an_option_of_a_wrong_type_is_refused_as_by_create(
     store: LocalStore, models: Path, name: str
 ) -> None:
-    options: Any = {name: "int8"}
+    options: Any = {name: 8}
     for function in (create, create_all):
-        with pytest.raises(UsageError, match=f"{name} is 'int8', a value of type str"):
+        with pytest.raises(UsageError, match=f"{name} is '8', a value of type int"):
             function(models, store=store, **options)
 
 
