@@ -170,10 +170,11 @@ class MappedRegion:
         """Return whether a sample of a mapped file's pages is in the page cache."""
         return _is_cached(self._address + self.offsets[slot], size)
 
-    def will_populate(self, slot: int, size: int) -> None:
+    def will_populate(self, slot: int) -> None:
         """Ask the system to use large pages when a mapped file is populated."""
-        if size >= _LARGE_PAGE:
-            _madvise(self._address + self.offsets[slot], size, MADV_HUGEPAGE)
+        begin, end = self.offsets[slot], self._ends[slot]
+        if end - begin >= _LARGE_PAGE:  # all of the map, because a part would be a map of its own
+            _madvise(self._address + begin, end - begin, MADV_HUGEPAGE)
 
     def populate(self, slot: int, begin: int, end: int) -> None:
         """Map the pages of a range of a file into this process at once, without the GIL.

@@ -277,6 +277,8 @@ class ModelMemory:
         populate = region.background_populate()
         mapped = sorted(set(slots) - self._absent - set(region.read_slots))
         requests = deque(self._requests(mapped))
+        for slot in mapped:
+            region.will_populate(slot)
 
         def run() -> None:
             with contextlib.suppress(IndexError):  # all are done
@@ -461,7 +463,7 @@ class ModelMemory:
         }
         uncached = {slot for slot, size in sizes.items() if not region.is_cached(slot, size)}
         for slot in uncached:
-            region.will_populate(slot, sizes[slot])
+            region.will_populate(slot)
 
         def populate(request: _Request) -> None:
             slot, begin, end = request

@@ -26,7 +26,7 @@ from blobstore.models.device import upload_tensors
 from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
 from blobstore.models.header_index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory, reserve
-from blobstore.models.prefetch import groups
+from blobstore.models.prefetch import Following, groups
 from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.rank_share import rank_share
 from blobstore.models.read_strategy import ReadChooser
@@ -116,6 +116,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             is_shared=chooser.is_auto,
             progress=progress,
         )
+        self._following = Following([size for _, size in index.blobs])
         self._weights = weights = QuantizedWeights(
             str(reference), index, target.framework, dequantize
         )
@@ -280,7 +281,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         ):  # scales and biases of dequantized weights have bytes too
             self._check_name(name)
         spec, slot, begin = self._index.location(name)
-        region = self._memory.load((slot,), is_in_order=True)
+        region = self._load(slot)
         start = region.offsets[slot] + begin
         return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
 
@@ -524,9 +525,16 @@ class Model(ModelFiles, Mapping[str, Array]):
         if self._memory.reads_alone(slot, spec.nbytes):
             part: Array = self._slices.read(name, select(spec, ...))
             return part
-        region = self._memory.load((slot,), is_in_order=True)
+        region = self._load(slot)
         found: Array = self._target.convert(region.memory, region.offsets[slot] + begin, spec)
         return found
+
+    def _load(self, slot: int) -> MappedRegion:
+        """Load a blob, and read ahead of a program that asks for tensors in order."""
+        region = self._memory.load((slot,), is_in_order=True)
+        if following := self._following.after(slot):
+            self.read_ahead(following)
+        return region
 
     def _upload(self, names: Iterable[str], stream: DeviceStream) -> Iterator[tuple[str, Array]]:
         self._memory.load()  # raises an error if the model is closed

@@ -24,6 +24,43 @@ _REQUEST: Final = 4 << 20
 """Bytes per request."""
 _GROUP: Final = 64 << 20
 """Bytes of blobs that are read together, if they are remote."""
+_STEPS = 2
+"""Times that the next blob was asked for, after which a program is taken to read in order."""
+_FIRST_WINDOW = 16 << 20
+_MAX_WINDOW = 256 << 20
+
+
+class Following:
+    """Says which blobs a program needs next that asks for tensors in the order of the blobs: ever more of them.
+
+    Args:
+        sizes: the bytes of each blob.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._last = -1
+        self._steps = self._due = self._end = 0
+        self._window = _FIRST_WINDOW
+
+    def after(self, slot: int) -> range:
+        """Return the blobs to read ahead, now that one at ``slot`` is used; none if others are on their way."""
+        if slot == self._last:
+            return range(0)
+        self._steps = self._steps + 1 if slot == self._last + 1 else 0
+        self._last = slot
+        if not self._steps:
+            self._due, self._end, self._window = 0, 0, _FIRST_WINDOW
+        if self._steps < _STEPS or slot < self._due:
+            return range(0)
+        begin = end = max(self._end, slot + 1)
+        size = 0
+        while end < len(self._sizes) and size < self._window:
+            size += self._sizes[end]
+            end += 1
+        # The next ones when the first of these is used.
+        self._due, self._end, self._window = begin, end, min(2 * self._window, _MAX_WINDOW)
+        return range(begin, end)
 
 
 class BlobGroup:

@@ -149,7 +149,7 @@ class MemoryReader:
         if begin < end:
             if self._region is not None:
                 # Otherwise each page of 4 KiB becomes an entry of the page table of its own.
-                self._region.will_populate(0, end)
+                self._region.will_populate(0)
             return self, bring
         copies = MemoryReader(self._memory, self._offset, self.table, is_copied=True)
         return copies, bring

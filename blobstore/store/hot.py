@@ -71,18 +71,20 @@ class HotShelf:
         """
         interrupts.check()
         path = self._path(digest)
-        with contextlib.ExitStack() as stack:
-            try:
-                descriptor = os.open(path, _OPEN_FLAGS)
-                stack.callback(os.close, descriptor)
-                # Of the open file, because the name may get another file in between.
-                found = os.fstat(descriptor)
-            except OSError as error:
-                raise self.error_of(digest, error) from None
-            # A map that reaches past the end of a shorter file would kill the process (SIGBUS).
-            if found.st_size != size or not stat.S_ISREG(found.st_mode):
-                raise _damage(path, size, found)
-            stack.pop_all()
+        try:
+            descriptor = os.open(path, _OPEN_FLAGS)
+        except OSError as error:
+            raise self.error_of(digest, error) from None
+        try:
+            # Of the open file, because the name may get another file in between.
+            found = os.fstat(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise self.error_of(digest, error) from None
+        # A map that reaches past the end of a shorter file would kill the process (SIGBUS).
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise _damage(path, size, found)
         return descriptor
 
     def map(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:

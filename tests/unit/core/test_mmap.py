@@ -232,7 +232,7 @@ def test_populating_reads_large_pages_from_the_disk(tmp_path: Path) -> None:
     dropped(path)
     region = MappedRegion([2 * LARGE])
     put(region, 0, path)
-    region.will_populate(0, 2 * LARGE)
+    region.will_populate(0)
     region.populate(0, 0, LARGE)
     region.populate(0, LARGE, 2 * LARGE)
     assert region.memory[: 2 * LARGE] == path.read_bytes()

@@ -13,6 +13,7 @@ import torch
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, TensorNotFound, UsageError
+from blobstore.models.prefetch import Following
 from blobstore.objects.store import ObjectStore, blob_key
 from blobstore.operations.open import Model
 from blobstore.planning.plan import QuantizeOptions
@@ -105,3 +106,28 @@ def test_a_missing_blob_is_reported_where_the_tensor_is_taken(
         )
         with model.prefetch({name: None, other: slice(2)}) as loader, pytest.raises(BlobMissing):
             loader.take(name)
+
+
+def read_ahead(sizes: list[int], *slots: int) -> list[list[int]]:
+    following = Following([size << 20 for size in sizes])
+    return [list(following.after(slot)) for slot in slots]
+
+
+def test_ever_more_is_read_ahead_of_a_program_that_reads_in_order() -> None:
+    found = read_ahead([8] * 99, *range(7, 99))
+    assert [number for slots in found for number in slots] == list(range(10, 99))
+    assert [len(slots) for slots in found if slots] == [2, 4, 8, 16, 32, 27]
+    assert [7 + step for step, slots in enumerate(found) if slots] == [9, 10, 12, 16, 24, 40]
+
+
+@pytest.mark.parametrize("slots", [(5,), (4, 5), (0, 2, 4, 6), (5, 4, 3, 2), (3, 3, 3, 3)])
+def test_nothing_is_read_ahead_of_others(slots: tuple[int, ...]) -> None:
+    assert not any(read_ahead([1] * 9, *slots))
+
+
+def test_reading_ahead_begins_again_elsewhere() -> None:
+    assert read_ahead([16] * 99, 1, 2, 3, 50, 51, 52, 1, 2, 3) == [
+        *([], [], [4]),
+        *([], [], [53]),
+        *([], [], [4]),
+    ]

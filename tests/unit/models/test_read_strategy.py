@@ -145,6 +145,13 @@ def test_one_tensor_reads_no_other_blob(cold: LocalStore) -> None:
     assert cached(cold) == [number == 3 for number in range(8)]
 
 
+def test_tensors_in_order_are_read_ahead(cold: LocalStore) -> None:
+    with blobstore.open("m", store=cold) as model:
+        assert all(model[f"layer.{number}.weight"] is not None for number in (2, 3, 4))
+        wait_for_population()
+        assert cached(cold) == [number > 4 for number in range(8)]
+
+
 @pytest.mark.parametrize("memory", [0, 1 << 40])
 def test_what_memory_is_too_small_for_is_not_populated(
     cold: LocalStore, memory: int, monkeypatch: pytest.MonkeyPatch
