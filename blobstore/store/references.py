@@ -178,10 +178,10 @@ class References:
         text = self._digests.hex()
         return {n for n in range(len(self)) if text.startswith(start, 64 * n)}
 
-    def by_file_name(self) -> dict[str, int]:
-        """Return the numbers of the blobs so far by the names of their files: quicker, if most are looked up."""
+    def file_names(self) -> Iterator[str]:
+        """Yield the names of the files of the blobs so far, by number."""
         text = self._digests.hex()
-        return {f"sha256-{text[64 * n : 64 * n + 64]}": n for n in range(len(self))}
+        return (f"sha256-{text[64 * n : 64 * n + 64]}" for n in range(len(self)))
 
     def number(self, digest: Digest) -> int:
         """Return the number of a blob, a new one if it was not met before."""

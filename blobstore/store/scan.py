@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+from array import array
+from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+ABSENT: Final = -1
 _BATCH = 64
 _BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
 
@@ -110,6 +113,32 @@ def each_file(folder: str | Path) -> Iterator[os.DirEntry[str]]:
                     yield entry
     except OSError as error:
         _check_absent(folder, error)
+
+
+def file_sizes(folder: str | Path, names: Iterable[str]) -> array[int]:
+    """Return the sizes of files of a folder by name; ``ABSENT`` if none is there or it is not regular.
+
+    Raises as :func:`list_names`.
+    """
+    sizes, rest = array("q"), iter(names)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    except OSError as error:
+        _check_absent(folder, error)
+        return array("q", (ABSENT for _ in rest))
+    try:
+        while batch := list(islice(rest, _BATCH)):
+            interrupts.check()
+            for name in batch:
+                try:
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                except FileNotFoundError:
+                    sizes.append(ABSENT)
+                else:
+                    sizes.append(status.st_size if stat.S_ISREG(status.st_mode) else ABSENT)
+    finally:
+        os.close(descriptor)
+    return sizes
 
 
 def is_folder(path: str | Path) -> bool:

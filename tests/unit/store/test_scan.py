@@ -9,9 +9,21 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.interrupts import Stopped
 from blobstore.errors import StoreError
-from blobstore.store.scan import digest_of, is_folder, list_names, scan_folder, walk_files
+from blobstore.store.scan import (
+    digest_of,
+    file_sizes,
+    is_folder,
+    list_names,
+    scan_folder,
+    walk_files,
+)
 
-LISTINGS = [list_names, scan_folder, lambda folder: list(walk_files(folder))]
+LISTINGS = [
+    list_names,
+    scan_folder,
+    lambda folder: list(walk_files(folder)),
+    lambda folder: list(file_sizes(folder, [])),
+]
 
 
 @pytest.mark.parametrize("listing", LISTINGS)

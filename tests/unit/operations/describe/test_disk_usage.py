@@ -155,7 +155,9 @@ def test_reports_sizes_on_disk_and_wrong_sizes(store: LocalStore) -> None:
     short.write_bytes(b"12")
     link.unlink()
     link.symlink_to(short)
-    (model,) = measure_usage(store=store).models
+    usage = measure_usage(store=store)
+    (model,) = usage.models
+    assert usage.foreign == Space(1, len(str(short)))
     assert model.size == model.unique == 2 + manifest.config.size
     assert model.blobs == 4
     assert [type(fault) for fault in model.faults] == [BlobMissing, BlobDamaged, BlobDamaged]
