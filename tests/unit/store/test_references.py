@@ -6,8 +6,9 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
+import numpy as np
 import pytest
 
 import blobstore
@@ -20,6 +21,7 @@ from blobstore.operations.describe.disk_usage import measure_models, measure_usa
 from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.list import list_models
 from blobstore.operations.describe.show import describe_model
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
@@ -31,6 +33,7 @@ from blobstore.store.references import References
 from tests.support import sandbox
 from tests.support.models import add_blob, add_blobs, blob
 
+T = TypeVar("T")
 Damage = Callable[[bytes], bytes]
 VERSION = FileVersion(1, 2, 3, 4, 5)
 A, B, C = (Digest.of(bytes([number])) for number in range(3))
@@ -326,6 +329,55 @@ def test_a_command_on_one_model_opens_no_file_of_another(
     command(store)
     assert opened
     assert others.isdisjoint(opened)
+
+
+def save_model(store: LocalStore) -> None:
+    blobstore.save({"new": np.zeros(3)}, "saved", store=store)
+
+
+@pytest.mark.parametrize(
+    ("command", "reads_names"),
+    [
+        (use_model, False),
+        (save_model, False),
+        (lambda store: describe_model("c", store=store), False),
+        (lambda store: verify_models(["c"], store=store), False),
+        (lambda store: copy_model("c", "new", store=store), False),
+        (lambda store: list_models(store=store), True),
+        (lambda store: model_info("c", store=store), True),
+        (lambda store: measure_models(["c"], store=store), True),
+        (lambda store: freeze_models(["c"], store=store), True),
+        (lambda store: remove_models(["c"], store=store), True),
+    ],
+    ids=["open", "save", "show", "verify", "cp", "list", "info", "du", "freeze", "rm"],
+)
+def test_a_command_on_one_model_asks_the_status_of_no_file_of_another(
+    store: LocalStore,
+    command: Callable[[LocalStore], object],
+    reads_names: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {str(store.manifest_path("c"))}
+    own |= {store.blob_path(blob.digest) for blob in store.resolve("c").blobs}
+    others = {str(path) for name in ("blobs", "manifests") for path in files(store, name)} - own
+    listed = f"{store.folder('blobs')}/"  # a listing can give the status of all
+    seen: list[str] = []
+    for name, end in {"stat": "", "lstat": "", "scandir": "/"}.items():
+        monkeypatch.setattr(os, name, noting(getattr(os, name), seen, end))
+    command(store)
+    monkeypatch.undo()
+    assert seen
+    looked_at = {*others, listed}.intersection(seen)
+    assert reads_names == bool(looked_at)
+    assert not any(path.startswith(listed) for path in looked_at)
+
+
+def noting(call: Callable[..., T], seen: list[str], end: str) -> Callable[..., T]:
+    def noted(path: str | Path | int = ".", **options: object) -> T:
+        seen.append(f"{path}{end}")
+        return call(path, **options)
+
+    return noted
 
 
 def files(store: LocalStore, name: Literal["blobs", "manifests"]) -> list[Path]:
