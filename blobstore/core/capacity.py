@@ -42,8 +42,11 @@ PATIENT: Final = Capacity(
     16, "refused", "patient questions, for which a busy upstream is waited for"
 )
 FETCH: Final = Capacity(
-    2 * ARRIVALS.most + 64, "queued", "fetches: two waits for each arrival, and questions to others"
+    2 * ARRIVALS.most + 64,
+    "queued",
+    "fetches: two waits for each arrival, and questions about them",
 )
+ASK: Final = Capacity(64, "queued", "asks: questions to others about what was never fetched")
 LIST: Final = Capacity(1, "queued", "lists of the tags of one model that are made")
 LIST_ALL: Final = Capacity(1, "queued", "lists of all models that are made")
 WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")

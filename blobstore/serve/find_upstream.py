@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
+from blobstore.http.protocol import TransientError
 from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from blobstore.http.retry import Patience
     from blobstore.serve.peers import Peers
     from blobstore.serve.rights import Rights
+
+_SILENT_SECONDS: Final = 5.0
+"""Seconds until an upstream that was silent is asked again: more than an impatient request waits."""
 
 
 class FoundAt(NamedTuple):
@@ -71,6 +76,8 @@ class Upstreams:
         self._lock = threading.Lock()
         self._clients: set[UpstreamClient] = set()
         self._is_closed = False
+        self._answered = self._silent_until = 0.0
+        """When the upstream last answered, and until when it counts as silent; 0 if it does not."""
 
     def close(self) -> None:
         """End the requests of other threads: they raise Cancelled."""
@@ -90,10 +97,37 @@ class Upstreams:
                     raise Cancelled("stopped")
                 self._clients.add(client)
             try:
-                yield client
+                with contextlib.nullcontext() if found.is_peer else self._heard(patience):
+                    yield client
             finally:
                 with self._lock:
                     self._clients.discard(client)
+
+    @contextlib.contextmanager
+    def _heard(self, patience: Patience | None) -> Iterator[None]:
+        """Note whether the upstream answers the question of the block.
+
+        It is silent if it has answered nothing since it was asked. Then only patient questions wait for it, of which
+        there are few, and one other from time to time. All others raise RemoteError at once.
+        """
+        begun = time.monotonic()
+        with self._lock:
+            if self._silent_until:
+                if patience is IMPATIENT and begun < self._silent_until:
+                    raise RemoteError("the upstream was silent a moment ago")
+                self._silent_until = begun + _SILENT_SECONDS
+        is_silence = False
+        try:
+            yield
+        except RemoteError as error:
+            is_silence = isinstance(error.__cause__, TransientError) and not error.status
+            raise
+        finally:
+            with self._lock:
+                if not is_silence:
+                    self._answered, self._silent_until = time.monotonic(), 0.0
+                elif self._answered < begun:
+                    self._silent_until = time.monotonic() + _SILENT_SECONDS
 
     def find(
         self,

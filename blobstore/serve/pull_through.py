@@ -43,7 +43,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotFetched, OnlyHere, wait_for
+from blobstore.serve.unprepared import NotAsked, NotFetched, OnlyHere, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
@@ -310,8 +310,14 @@ class PullThrough:
         self._check_refusal(asked, client)
         known, right = self._known(asked), self._right(asked, client)
         if known is None or right is None:
-            raise NotFetched(ask, asked, token)
+            raise self._unasked(asked)(ask, asked, token)
         return known, right
+
+    def _unasked(self, asked: Asked) -> type[NotFetched]:
+        """Return the exception for a question about a repository: everyone may know which public ones are here."""
+        pulled = self._library.pulled
+        is_here = pulled.of_repository(asked.repository) and pulled.is_public(asked.repository)
+        return NotFetched if is_here else NotAsked
 
     def _known(self, asked: Asked) -> _Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.
@@ -442,7 +448,7 @@ class PullThrough:
                 return Visible.of(self._library, right.opens)
             refusal = self._refusals.get((asked.repository, asked.revision, client))
             if refusal is None:
-                raise NotFetched(self._ask, asked, token)
+                raise self._unasked(asked)(self._ask, asked, token)
             refused = refusal.again()
             if refused.code != "RevisionNotFound":
                 break

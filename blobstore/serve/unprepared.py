@@ -58,6 +58,12 @@ class NotFetched(NotPrepared):
     threads = capacity.FETCH
 
 
+class NotAsked(NotFetched):
+    """Another server has to be asked about what nothing is known of. Fetches of others do not wait for that."""
+
+    threads = capacity.ASK
+
+
 class List(NotPrepared):
     """The answer is a list, which takes its time to make. What ``prepare`` returns is the answer itself."""
 

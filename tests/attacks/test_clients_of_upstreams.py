@@ -527,6 +527,31 @@ def test_questions_to_a_silent_upstream_do_not_keep_the_stores_own_models_waitin
             ends.set()
 
 
+def test_names_asked_of_a_silent_upstream_do_not_delay_what_is_here(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    absent = [f"/org/m{number}/resolve/main/f" for number in range(100)]
+    limits = {"pull_through._MAX_PATIENT": 2, "find_upstream._SILENT_SECONDS": 600}
+    with (
+        serving(store, tmp_path, "--upstream", hub.url, "--fresh=0", limits=limits) as server,
+        ThreadPoolExecutor(len(absent)) as pool,
+    ):
+        assert server.request(FILE)[0] == 200
+        server.wait_for_log("written")
+        for name in (NAME, *(target.split("/resolve")[0][1:] for target in absent)):
+            hub.repos.setdefault(name, hub.repos[NAME]).is_silent = True
+        asked = [pool.submit(server.request, target) for target in absent]
+        until(lambda: sum(one.done() and one.result()[0] == 502 for one in asked) == 98)
+        info = "GET /api/models/{}/revision/main"
+        before = hub.requests[info.format(NAME)]
+        # Two still wait, and no other question reaches the upstream.
+        assert server.request("/org/other/resolve/main/f")[0] == 502
+        until(lambda: server.request(FILE)[0] == 200)
+        assert hub.requests[info.format("org/other")] == 0
+        assert hub.requests[info.format(NAME)] == before
+        hub.closing.set()
+
+
 def test_refused_models_leave_no_file_open(
     hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
 ) -> None:

@@ -28,7 +28,8 @@ TESTS = {
     "TEXTS": "tests/unit/serve/test_text_memory.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
     **dict.fromkeys(
-        ("PREPARE", "FETCH", "WATCH", "LIST", "LIST_ALL"), "tests/unit/serve/test_shared_work.py"
+        ("PREPARE", "FETCH", "ASK", "WATCH", "LIST", "LIST_ALL"),
+        "tests/unit/serve/test_shared_work.py",
     ),
     **dict.fromkeys(("TRIAL", "TOKEN"), "tests/unit/http/test_tokens.py"),
 }

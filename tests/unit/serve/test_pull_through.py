@@ -31,7 +31,7 @@ from blobstore.serve.peers import Peer
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.refusal import Refusal
 from blobstore.serve.routes import answer
-from blobstore.serve.unprepared import OnlyHere, prepared
+from blobstore.serve.unprepared import NotFetched, NotListed, OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
@@ -308,6 +308,20 @@ def test_questions_beyond_the_patient_ones_are_asked_all_the_same(
     for number in range(more):
         assert ask(through, f"/org/m{number}/resolve/main/f") == 401
     assert not through._patient.acquire(blocking=False)  # as many are left as before
+
+
+def test_questions_about_what_was_never_fetched_have_threads_of_their_own(
+    through: PullThrough, fetched: Asked
+) -> None:
+    for name, threads in ((fetched.repository, capacity.FETCH), ("org/other", capacity.ASK)):
+        request = Request("GET", f"/{name}/resolve/v1/f")
+        with pytest.raises(NotFetched) as first:
+            while True:  # folders are listed first, here
+                try:
+                    answer(request, through._library, Access(), pull_through=through)
+                except NotListed as listed:
+                    listed.prepare()
+        assert first.value.threads == threads
 
 
 def test_a_model_whose_record_is_damaged_is_fetched_again(

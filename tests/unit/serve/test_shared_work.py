@@ -12,7 +12,18 @@ from blobstore.core import capacity, interrupts
 from blobstore.core.capacity import Capacity
 from blobstore.serve.shared_work import Busy, SharedWork
 
-ROWS = ("ANSWER", "SEND", "DECODE", "VERIFY", "PREPARE", "FETCH", "WATCH", "LIST", "LIST_ALL")
+ROWS = (
+    "ANSWER",
+    "SEND",
+    "DECODE",
+    "VERIFY",
+    "PREPARE",
+    "FETCH",
+    "ASK",
+    "WATCH",
+    "LIST",
+    "LIST_ALL",
+)
 SECONDS = 120.0
 
 
