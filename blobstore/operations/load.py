@@ -6,7 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote, quote_place
-from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, NotFound, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    InvalidReference,
+    ModelNotFound,
+    NotFound,
+    UsageError,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference, is_alias_of
 from blobstore.manifests.step_record import (
@@ -15,20 +22,18 @@ from blobstore.manifests.step_record import (
     is_state,
     join,
     state_of,
-    step_of,
     stored_name,
 )
 from blobstore.models.source_layers import read_source_record
 from blobstore.objects.address import is_address
 from blobstore.operations.open import open_model
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
-from blobstore.store.catalog import read_catalog
+from blobstore.store.catalog import read_entry
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
@@ -104,42 +109,51 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
 
 
 def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
-    """Yield the names that may have all of the step; those of the model that an alias is of, too.
+    """Yield the name that has all of the step, if there is one: for an alias, that of the step that it is of.
 
     A state whose model has been replaced since is that of another step. Raises UsageError if steps of an alias differ.
     """
-    if is_address(store):
-        with contextlib.suppress(InvalidReference):  # it would be too long
+    with contextlib.suppress(InvalidReference):  # it would be too long
+        if is_address(store) or _state_entry(LocalStore.of(store), reference):
             yield state_of(reference)
+            return
+    store = LocalStore.of(store)
+    model = _data(store, reference)
+    if model is None or is_state(reference):
         return
-    catalog = read_catalog(LocalStore.of(store))
-    own = catalog.get(reference)
-    found: dict[Digest | None, Reference] = {}
-    states = [one for one in catalog.of_repositories([reference]) if is_state(one.reference)]
-    for state in sorted(states, key=lambda one: step_of(one.reference) != reference):
-        name = step_of(state.reference)
-        model = catalog.get(name)
-        is_same = own is not None and model is not None and own.digest == model.digest is not None
-        is_alias = is_same and is_alias_of(reference, name)
-        if (name == reference or is_alias) and _is_of(state, model):
-            found.setdefault(state.digest, state.reference)
-            if name == reference:
-                break
-    if len(found) > 1:
-        names = " and ".join(quote(step_of(state)) for state in [*found.values()][:2])
+    equal = {
+        name: _state_entry(store, name)
+        for name in store.tags(reference)
+        if not is_state(name) and is_alias_of(reference, name) and _data(store, name) == model
+    }
+    steps = [name for name, state in equal.items() if state]
+    # The alias may be that of a step which has lost its state; other aliases never had one.
+    steps += [name for name in equal if steps and not (equal[name] or is_alias_of(name, steps[0]))]
+    if len({state and state.digest for state in map(equal.get, steps)}) > 1:
+        names = " and ".join(map(quote, steps[:2]))
         raise UsageError(
             f"{quote(reference)} can be {names}, which have equal models; load one of them"
         )
-    yield from found.values()
+    yield from map(state_of, steps[:1])
 
 
-def _is_of(state: CatalogEntry, model: CatalogEntry | None) -> bool:
-    """Return whether a state may be that of the model with its name: not if that was replaced since."""
-    if model is None or state.modified > model.modified:  # the state is named first
-        return True
-    if state.manifest is None or model.manifest is None:
-        return True
-    return _has_all(state.manifest, model.manifest)
+def _data(store: LocalStore, reference: Reference) -> bytes | None:
+    with contextlib.suppress(BlobstoreError):  # reported where the model is used
+        return store.read_manifest(reference)
+    return None
+
+
+def _state_entry(store: LocalStore, step: Reference) -> CatalogEntry | None:
+    """Return the entry of the state of a step, unless its model was replaced since."""
+    with contextlib.suppress(ModelNotFound):
+        state = read_entry(store, state_of(step))
+        with contextlib.suppress(ModelNotFound):
+            model = read_entry(store, step)
+            if state.modified <= model.modified and state.manifest and model.manifest:
+                # The state is named first: one that is newer is of a step that is being replaced.
+                return state if _has_all(state.manifest, model.manifest) else None
+        return state
+    return None
 
 
 def _is_remote_state(state: Model[Any], address: str) -> bool:

@@ -91,9 +91,9 @@ def save(
 ) -> Created | Future[Created]:
     """Save a state dict as a model, or the nested state of a training program as a step.
 
-    A dict of tensors becomes what :func:`create` would import from one safetensors file. Anything else is a step, and
-    with ``model`` or ``metrics`` a dict of tensors is, too: what a ``StoreWriter`` would save on one rank, and
-    :func:`load` returns.
+    A dict of tensors of one library becomes what :func:`create` would import from one safetensors file. Anything else
+    is a step, and with ``model`` or ``metrics`` a dict of tensors is, too: what a ``StoreWriter`` would save on one
+    rank, and :func:`load` returns.
 
     Tensors that the store already has are hashed, but not written again. The name appears when all of the
     model is durable. Tensors that share memory are stored once per name.
@@ -142,7 +142,7 @@ def save(
         libraries = set(_libraries(tensors))
     framework = next((one for one in ("torch", "mlx") if one in libraries), "numpy")
     options: dict[str, Any] = {"started": started, "jobs": jobs, "progress": progress}
-    is_model = all(_library(one) for one in tensors.values())
+    is_model = {_library(one) for one in tensors.values()} <= {framework}
     if model or metrics is not None or is_address(store) or not is_model:
         kinds: Mapping[type, tuple[str, Kind]] = {}
         if framework == "torch":

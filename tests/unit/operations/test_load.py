@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import blobstore
-from blobstore.errors import ModelNotFound, UnsupportedSource, UsageError
+from blobstore.errors import InvalidManifest, ModelNotFound, UnsupportedSource, UsageError
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
 from blobstore.store.local import LocalStore
 
@@ -171,7 +171,47 @@ def test_equal_models_lend_no_state_to_each_other(store: LocalStore) -> None:
     blobstore.copy("run:2.state", "run:best.state", store=store)
     assert blobstore.load("run:best", store=store)["step"] == 2
     blobstore.remove(["run:2.state", "run:best.state"], store=store)
+    blobstore.copy("run:2", "run:last", store=store)
+    with pytest.raises(UsageError, match=r"'run:best' can be 'run:1' and 'run:2'"):
+        blobstore.load("run:best", store=store)
     assert_same(blobstore.load("run:2", store=store), plain()["model"])
+
+
+def test_an_alias_of_one_step_has_its_state_next_to_other_aliases(store: LocalStore) -> None:
+    blobstore.save(plain(), "run:1", model="model", store=store)
+    for alias in ("best", "last"):
+        blobstore.copy("run:1", f"run:{alias}", store=store)
+    assert_same(blobstore.load("run:last", store=store), plain())
+
+
+def test_other_manifests_are_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run:1", "run:2", "other"):
+        blobstore.save(plain(), name, model="model", store=store)
+    read: set[str] = set()
+    intact = LocalStore.read_manifest
+
+    def noted(self: LocalStore, reference: Any) -> bytes:
+        read.add(str(reference))
+        return intact(self, reference)
+
+    monkeypatch.setattr(LocalStore, "read_manifest", noted)
+    assert_same(blobstore.load("run:1", store=store), plain())
+    assert read == {"run:1", "run:1.state"}
+
+
+def test_a_damaged_state_is_reported(store: LocalStore) -> None:
+    blobstore.save(plain(), "run:1", model="model", store=store)
+    store.manifest_path("run:1.state").write_bytes(b"{}")
+    with pytest.raises(InvalidManifest):
+        blobstore.load("run:1", store=store)
+
+
+def test_tensors_of_two_libraries_come_back_as_they_were(store: LocalStore) -> None:
+    state = {"w": torch.ones(2), "x": np.arange(3)}
+    blobstore.save(state, "m", store=store)
+    found = blobstore.load("m", store=store)
+    assert_same(found, state)
+    assert [type(one) for one in found.values()] == [torch.Tensor, np.ndarray]
 
 
 def test_a_name_of_any_length_is_loaded(store: LocalStore) -> None:
