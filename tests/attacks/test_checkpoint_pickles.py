@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
-from blobstore.sources.unpickler.globals import STORAGES
+from blobstore.unpickler.globals import STORAGES
 from tests.support.checkpoints import (
     GOOD,
     HOOKS,

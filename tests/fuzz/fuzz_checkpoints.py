@@ -28,7 +28,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.core import strict_json
     from blobstore.errors import CheckpointRefused, UnsupportedSource
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
-    from blobstore.sources.unpickler import globals as known
+    from blobstore.unpickler import globals as known
 
 from tests.fuzz.harness import run
 from tests.support.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from blobstore.sources.unpickler.values import (
+from blobstore.unpickler.values import (
     Global,
     Items,
     Key,

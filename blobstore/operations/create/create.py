@@ -260,7 +260,7 @@ def opened_with(
         stack.enter_context(downloads.named())
         if is_elsewhere(source):
             # The clients of servers take a while to import.
-            from blobstore.operations.create.remote_files import opened_remote
+            from blobstore.remotes.remote_files import opened_remote
 
             opened = opened_remote(source, options, downloads, sha256, progress)
             yield stack.enter_context(opened)

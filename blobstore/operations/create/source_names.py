@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.schemes import BUCKETS, WEB, scheme_of
+from blobstore.core.urls import last_part
 from blobstore.errors import InvalidReference, UsageError
 from blobstore.gguf.roles import is_quantization, named
 from blobstore.manifests.reference import Reference
@@ -50,14 +49,6 @@ def is_elsewhere(source: str | os.PathLike[str]) -> bool:
         and not is_hub_url(os.fspath(source))
         and has_ending(last_part(os.fspath(source)))
     )
-
-
-def last_part(url: str) -> str:
-    """Return the last part of the path of a URL, or else its host."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        return unquote(parts.path).rstrip("/").rpartition("/")[2] or parts.netloc
-    return ""
 
 
 def source_name(source: str | os.PathLike[str], options: SourceOptions) -> Reference:

@@ -13,7 +13,7 @@ from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadat
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.parts import DATA_FILE
 from blobstore.sources.pytorch.inspect import GlobalUse, Inspection
-from blobstore.sources.unpickler.machine import scan
+from blobstore.unpickler.machine import scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from blobstore.sources.distributed.pieces import Piece
 from blobstore.sources.pytorch.checkpoint import check_globals
 from blobstore.sources.pytorch.tensors import TensorReader
 from blobstore.sources.pytorch.zip import ZipCheckpoint
-from blobstore.sources.unpickler.values import is_tensor
+from blobstore.unpickler.values import is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,9 +20,9 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.sources.distributed.pieces import Box
-from blobstore.sources.unpickler.machine import Limits, run
-from blobstore.sources.unpickler.state import LimitReached
-from blobstore.sources.unpickler.values import Global, Key, Number, Record, Use
+from blobstore.unpickler.machine import Limits, run
+from blobstore.unpickler.state import LimitReached
+from blobstore.unpickler.values import Global, Key, Number, Record, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,7 +15,7 @@ from blobstore.sources.pytorch.checkpoint import errors_of
 from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.tensors import TensorReader
 from blobstore.sources.pytorch.zip_entries import read_entry
-from blobstore.sources.unpickler.values import Reduced, is_tensor
+from blobstore.unpickler.values import Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.pytorch.state_dict import Subtree
     from blobstore.sources.pytorch.tensors import StridedTensor
-    from blobstore.sources.unpickler.machine import Result
+    from blobstore.unpickler.machine import Result
 
 _MAX_GROWTH = 16
 """Limit of the tensors' size, in file sizes: views that repeat elements take no space in the file."""

@@ -20,7 +20,7 @@ from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, is_legacy
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip import read_pickle
 from blobstore.sources.pytorch.zip_entries import read_entries
-from blobstore.sources.unpickler.machine import scan
+from blobstore.unpickler.machine import scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,8 +15,8 @@ from blobstore.core.files import read_exactly
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import ZipEntry
-from blobstore.sources.unpickler.machine import Result, run
-from blobstore.sources.unpickler.state import CutShort
+from blobstore.unpickler.machine import Result, run
+from blobstore.unpickler.state import CutShort
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

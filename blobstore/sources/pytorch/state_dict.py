@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import CheckpointUnsupported, UsageError
-from blobstore.sources.unpickler.values import Global, Items, Key, Record, Reduced, is_tensor
+from blobstore.unpickler.values import Global, Items, Key, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
-    from blobstore.sources.unpickler.machine import Result
+    from blobstore.unpickler.machine import Result
 
     Part = str | int | Key
     Path = tuple[Part, ...]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from blobstore.sources.pytorch.tensors import Storage
     from blobstore.sources.pytorch.zip_entries import ZipEntry
-    from blobstore.sources.unpickler.machine import Result
+    from blobstore.unpickler.machine import Result
 
 
 MAX_PICKLE_SIZE: Final = 64 * 2**20

@@ -12,8 +12,8 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES as BY_NAME
 from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.globals import STORAGES
-from blobstore.sources.unpickler.values import Global, Persistent, Record, Reduced, Use, is_tensor
+from blobstore.unpickler.globals import STORAGES
+from blobstore.unpickler.values import Global, Persistent, Record, Reduced, Use, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointUnsupported
 from blobstore.manifests.plain_values import Kind
-from blobstore.sources.unpickler.values import Global, Number, Reduced, Use, is_tensor
+from blobstore.unpickler.values import Global, Number, Reduced, Use, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

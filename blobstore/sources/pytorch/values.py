@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
 from blobstore.sources.base import SourceFile
-from blobstore.sources.unpickler.values import Items, Number, Record, is_tensor
+from blobstore.unpickler.values import Items, Number, Record, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

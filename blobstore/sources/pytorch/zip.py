@@ -19,7 +19,7 @@ from blobstore.errors import (
 )
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
-from blobstore.sources.unpickler.machine import run
+from blobstore.unpickler.machine import run
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

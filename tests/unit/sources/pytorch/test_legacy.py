@@ -17,8 +17,8 @@ from blobstore.sources.pytorch import legacy as torch_legacy
 from blobstore.sources.pytorch.legacy import LEGACY_PICKLES, MAGIC, LegacyStream, is_legacy
 from blobstore.sources.pytorch.tensors import Storage, TensorReader
 from blobstore.sources.pytorch.zip_entries import ZipEntry
-from blobstore.sources.unpickler.machine import run
-from blobstore.sources.unpickler.state import CutShort
+from blobstore.unpickler.machine import run
+from blobstore.unpickler.state import CutShort
 from tests.support.checkpoints import (
     VALUES,
     call,

@@ -25,8 +25,8 @@ from blobstore.sources.pytorch.state_dict import (
     find_tensors,
     subtrees_of,
 )
-from blobstore.sources.unpickler.machine import run
-from blobstore.sources.unpickler.values import is_tensor
+from blobstore.unpickler.machine import run
+from blobstore.unpickler.values import is_tensor
 from tests.support.checkpoints import (
     HOOKS,
     call,

@@ -24,8 +24,8 @@ from blobstore.sources.pytorch.tensors import (
     extent_of,
 )
 from blobstore.sources.pytorch.zip_entries import ZipEntry
-from blobstore.sources.unpickler import globals as known
-from blobstore.sources.unpickler.machine import run
+from blobstore.unpickler import globals as known
+from blobstore.unpickler.machine import run
 from tests.support.checkpoints import (
     HOOKS,
     call,

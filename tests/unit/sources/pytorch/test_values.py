@@ -18,7 +18,7 @@ from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.pytorch import values
 from blobstore.sources.pytorch.checkpoint import open_checkpoint
 from blobstore.sources.pytorch.values import VALUES_FILE, PlainValues, plain_values, with_values
-from blobstore.sources.unpickler.machine import run
+from blobstore.unpickler.machine import run
 from tests.support.checkpoints import (
     listed,
     mapping,

@@ -12,11 +12,11 @@ import re
 import struct
 from typing import TYPE_CHECKING, Any
 
-from blobstore.sources.unpickler.globals import make_mapping
-from blobstore.sources.unpickler.values import Global, Persistent, Reduced, Use
+from blobstore.unpickler.globals import make_mapping
+from blobstore.unpickler.values import Global, Persistent, Reduced, Use
 
 if TYPE_CHECKING:
-    from blobstore.sources.unpickler.state import State
+    from blobstore.unpickler.state import State
 
 _NUMBER = rb"(?:K.|M..|J.{4})"
 _TUPLE = (

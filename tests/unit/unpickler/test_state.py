@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.state import CutShort, Memo, State
-from blobstore.sources.unpickler.values import Global, Items, Persistent, Record, Reduced, Use
+from blobstore.unpickler.state import CutShort, Memo, State
+from blobstore.unpickler.values import Global, Items, Persistent, Record, Reduced, Use
 
 
 def state(data: bytes = b"", start: int = 0) -> State:

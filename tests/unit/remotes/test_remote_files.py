@@ -17,7 +17,7 @@ from blobstore.http.retry import Patience
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient
 from blobstore.objects.store import ObjectStore
-from blobstore.operations.create import remote_files
+from blobstore.remotes import remote_files
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support.google import running_google_storage

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler import machine
-from blobstore.sources.unpickler.fast_path import Numbers, read_calls
-from blobstore.sources.unpickler.machine import run
-from blobstore.sources.unpickler.state import State
-from blobstore.sources.unpickler.values import Persistent, Reduced
+from blobstore.unpickler import machine
+from blobstore.unpickler.fast_path import Numbers, read_calls
+from blobstore.unpickler.machine import run
+from blobstore.unpickler.state import State
+from blobstore.unpickler.values import Persistent, Reduced
 from tests.support.pickle_values import canonical
 
 HEAD = (

@@ -12,9 +12,9 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.errors import CheckpointDamaged, CheckpointRefused
-from blobstore.sources.unpickler.fast_path import Numbers, read_calls
-from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
-from blobstore.sources.unpickler.opcodes import (
+from blobstore.unpickler.fast_path import Numbers, read_calls
+from blobstore.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
+from blobstore.unpickler.opcodes import (
     BINGET,
     BININT1,
     BININT2,
@@ -36,11 +36,11 @@ from blobstore.sources.unpickler.opcodes import (
     TUPLE1,
     TUPLE2,
 )
-from blobstore.sources.unpickler.state import CutShort, LimitReached, State
-from blobstore.sources.unpickler.values import Persistent
+from blobstore.unpickler.state import CutShort, LimitReached, State
+from blobstore.unpickler.values import Persistent
 
 if TYPE_CHECKING:
-    from blobstore.sources.unpickler.values import Global, Record
+    from blobstore.unpickler.values import Global, Record
 
 _U16 = struct.Struct("<H").unpack_from
 _U32 = struct.Struct("<I").unpack_from

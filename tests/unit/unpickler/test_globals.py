@@ -7,8 +7,8 @@ import torch
 
 from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import STORAGES, look_up, make_mapping, put
-from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
+from blobstore.unpickler.globals import STORAGES, look_up, make_mapping, put
+from blobstore.unpickler.values import Global, Items, Key, Number, Record, Use
 from tests.support.pickle_values import canonical
 
 TENSOR_V2 = "_rebuild_tensor_v2"

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointDamaged, CheckpointUnsupported
-from blobstore.sources.unpickler import opcodes as op
-from blobstore.sources.unpickler.globals import put
-from blobstore.sources.unpickler.values import Items, Record, Reduced, is_tensor
+from blobstore.unpickler import opcodes as op
+from blobstore.unpickler.globals import put
+from blobstore.unpickler.values import Items, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Final
 
-    from blobstore.sources.unpickler.state import State
+    from blobstore.unpickler.state import State
 
 _LAST_PROTOCOL = 5
 _LAST_SLOT = 2**32 - 1

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pickletools
 
-from blobstore.sources.unpickler import opcodes
-from blobstore.sources.unpickler.opcodes import NAMES, REFUSED
+from blobstore.unpickler import opcodes
+from blobstore.unpickler.opcodes import NAMES, REFUSED
 
 
 def test_has_the_opcodes_of_the_standard_library_and_no_others() -> None:

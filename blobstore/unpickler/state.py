@@ -6,8 +6,8 @@ from typing import Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.globals import look_up
-from blobstore.sources.unpickler.values import Global, Number, Persistent, Record, Reduced, Use
+from blobstore.unpickler.globals import look_up
+from blobstore.unpickler.values import Global, Number, Persistent, Record, Reduced, Use
 
 _MAX_LINE = 1 << 16
 _MAX_NAME = 1 << 10

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
-from blobstore.sources.unpickler.machine import run
-from blobstore.sources.unpickler.state import CutShort
-from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
+from blobstore.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
+from blobstore.unpickler.machine import run
+from blobstore.unpickler.state import CutShort
+from blobstore.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
 from tests.support.pickle_values import canonical
 
 

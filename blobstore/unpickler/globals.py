@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
 from blobstore.errors import CheckpointDamaged
-from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
+from blobstore.unpickler.values import Global, Items, Key, Number, Record, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

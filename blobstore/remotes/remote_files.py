@@ -14,6 +14,7 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import escape, join_some, quote, quote_url
 from blobstore.core.file_kinds import HEAD, absence
 from blobstore.core.schemes import WEB, scheme_of
+from blobstore.core.urls import last_part
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import (
     BlobDamaged,
@@ -31,7 +32,6 @@ from blobstore.http.transport import Transport
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient
-from blobstore.operations.create.source_names import last_part
 from blobstore.sources.fetched_tree import FetchedTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.partial import PartialBlob

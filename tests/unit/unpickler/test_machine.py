@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.machine import LIMITS, Limits, Result, run, scan
-from blobstore.sources.unpickler.opcodes import NAMES, REFUSED
-from blobstore.sources.unpickler.state import CutShort, LimitReached
-from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
+from blobstore.unpickler.machine import LIMITS, Limits, Result, run, scan
+from blobstore.unpickler.opcodes import NAMES, REFUSED
+from blobstore.unpickler.state import CutShort, LimitReached
+from blobstore.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
 from tests.support.pickle_values import EXAMPLES, canonical
 from tests.support.samples import samples
 

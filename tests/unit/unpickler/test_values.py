@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.sources.unpickler.values import (
+from blobstore.unpickler.values import (
     Global,
     Items,
     Key,
