@@ -51,7 +51,6 @@ SHORT: dict[str, str] = {
     "blobstore/folders/reflink.py": "a system call that not every platform has",
     "blobstore/gguf/config.py": "a subject of its own: what a header says of a model",
     "blobstore/integrations/mlx_lm/server.py": "a program of its own, started with python -m",
-    "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/models/rank_share.py": "a subject of its own: what each rank of several reads",
 }
 # The inside of a store: others use the methods of LocalStore.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -34,6 +35,7 @@ _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|
 _ALWAYS_ALLOWED = 1000
 """Numbers of layers that are not questioned: layers may share tensors."""
 _MAX_DEPTH = 8
+_LOGGER = logging.getLogger(__name__)
 _VERIFY = "BLOBSTORE_VERIFY"
 ADAPTER_CONFIG = "adapter_config.json"
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
@@ -66,6 +68,29 @@ def verify_level(given: Verify | None, name: str | Reference, store: StoreLike) 
     is_stored = not is_address(name) and not str(name).endswith(".gguf")
     is_kept = is_stored and LocalStore.of(store).verified_blobs().is_kept
     return "digest" if is_kept else "size"
+
+
+def log_verified(model: Model, verify: Verify, given: Verify | None) -> None:
+    """Log what of a model was verified, and because of which option: ``given`` is what the caller chose."""
+    by_default = f"from ${_VERIFY}" if os.environ.get(_VERIFY) else "by default"
+    verdict, count = model.verdict, len(model.manifest.blobs)
+    if verdict is None:
+        trust = "there is no policy about signatures"
+    elif verdict.is_trusted:
+        by = f"signed by {quote(verdict.signer)}" if verdict.signer else "needs no signature"
+        trust = f"trusted by the policy, {by}"
+    else:
+        trust = f"not trusted by the policy: {verdict.reason}"
+    are_known = verify in ("digest", "rehash")
+    _LOGGER.info(
+        "model %s: verify=%s (%s), %d blobs hashed, %d known to be intact; %s",
+        model.reference,
+        verify,
+        "as asked for" if given else by_default,
+        model.hashed,
+        count - model.hashed if are_known else 0,
+        trust,
+    )
 
 
 @contextlib.contextmanager

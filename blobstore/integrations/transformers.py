@@ -24,6 +24,7 @@ from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
+    log_verified,
     read_json,
     temporary_folder,
     verify_level,
@@ -134,7 +135,7 @@ def from_store(
             unexpected tensors.
     """
     check_device(device)
-    verify = verify_level(verify, name, store)
+    given, verify = verify, verify_level(verify, name, store)
     is_plain = device == "cpu" if dequantize is None else dequantize
     if not is_plain:
         with open_model(name, store=store, verify="none") as model:
@@ -153,6 +154,7 @@ def from_store(
         dequantize=is_plain,
         read=read,
     ) as model:
+        log_verified(model, verify, given)
         if is_adapter(model):
             loaded = from_store(
                 find_base(model, store) if base is None else base,

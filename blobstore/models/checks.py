@@ -52,8 +52,8 @@ def check_blobs(
     verify: str,
     progress: Progress | None = None,
     deferred: Collection[Digest] = (),
-) -> None:
-    """Check the blobs of a model, if the level reads headers; otherwise do nothing.
+) -> int:
+    """Check the blobs of a model, if the level reads headers; return how many were hashed.
 
     Args:
         store: the store that holds the model.
@@ -67,8 +67,9 @@ def check_blobs(
         BlobMissing, BlobDamaged: a blob is missing or damaged; the message names the layer. Or
             ``index`` comes from a header index that is wrong.
     """
+    hashed = 0
     if not reads_headers(verify):
-        return
+        return hashed
     parsed = Manifest.from_bytes(manifest)
     layers = parsed.layers_of(*media_types.WEIGHTS)
     cached = index if index.is_cached else load_cached_index(store, manifest)
@@ -89,12 +90,14 @@ def check_blobs(
         if verify == "digest":
             has, has_cold = verified.has, verified.has_cold
             blobs = [blob for blob in blobs if not (has(*blob.id) or has_cold(*blob.id))]
+        hashed = len(blobs)
         for blob, damage in damaged_blobs(store, blobs, progress=progress, verified=verified):
             raise damage.at(f"layer {quote(blob.name or blob.media_type)}")
     if index.is_cached and _differing_slots(index, real):
         raise BlobDamaged(
             "the header index is wrong; open the model with verify='header' to rebuild it"
         )
+    return hashed
 
 
 def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | None:

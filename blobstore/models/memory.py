@@ -204,6 +204,11 @@ class ModelMemory:
                 digest, _ = self._blobs[slot]
                 raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
 
+    @property
+    def unverified(self) -> int:
+        """How many blobs are hashed when they are loaded."""
+        return len(self._unverified)
+
     def verify_loads(self, *, again: bool, is_populated: bool) -> set[Digest]:
         """Compare the digests of blobs that are copied or populated, before anything of them is handed out.
 

@@ -47,10 +47,22 @@ if TYPE_CHECKING:
     from blobstore.models.header_index import Entry
     from blobstore.models.read_strategy import ReadStrategy
     from blobstore.models.slices import Plan, TensorSlice
+    from blobstore.signatures.policy import Verdict
     from blobstore.store.protocols import BlobAccess
 
 _INTERNAL = frozenset(
-    ("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_ahead", "read_json")
+    [
+        "at_end",
+        "data",
+        "file_path",
+        "hashed",
+        "is_resident",
+        "map_hot",
+        "of",
+        "read_ahead",
+        "read_json",
+        "verdict",
+    ]
 )
 """Names that other packages use and docs/reference/python.md does not describe, so :func:`dir` omits them."""
 
@@ -85,6 +97,10 @@ class Model(ModelFiles, Mapping[str, Array]):
         }
         self._target = target = ArrayTarget.of(framework, device)
         self._progress = progress
+        self.hashed = 0
+        """How many blobs :meth:`check` has hashed, or lets the threads hash that read them."""
+        self.verdict: Verdict | None = None
+        """What the policy of the store says, if it has one."""
         self._endings: list[weakref.finalize[Any, Any]] = []
         index = load_cached_index(store, manifest) if use_index else None
         region = None
@@ -483,9 +499,12 @@ class Model(ModelFiles, Mapping[str, Array]):
             again = verify == "rehash"
             deferred = self._memory.verify_loads(again=again, is_populated=is_populated)
         try:
-            check_blobs(self.store, self._manifest, self._index, verify, self._progress, deferred)
+            hashed = check_blobs(
+                self.store, self._manifest, self._index, verify, self._progress, deferred
+            )
         except BlobstoreError as error:
             raise error.at(str(self.reference)) from None
+        self.hashed = hashed + self._memory.unverified
         if deferred and not (self._chooser.is_auto and self.reading.how == "pread"):
             self._memory.load(range(len(self._index.blobs)))
 

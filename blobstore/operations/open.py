@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from blobstore.errors import RemoteError, StoreError
     from blobstore.models.read_strategy import Read
     from blobstore.remotes.remote_store import RemoteStore
+    from blobstore.signatures.policy import Verdict
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 
@@ -177,10 +178,11 @@ def open_model(
             raise UsageError("thaw is for models of the store; pull the model first")
         with contextlib.ExitStack() as ending:
             found = _find_remote(store, reference, cache, cache_limit)
-            remote = ending.enter_context(found)
+            remote, verdict = ending.enter_context(found)
             if plan:
                 return remote.read_plan()
             model = remote.open(verify, **options)
+            model.verdict = verdict
             # After what the model itself ends with: it may be reading until then.
             model.at_end(ending.pop_all().close)
             return model
@@ -288,7 +290,7 @@ def open_files(reference: str | Reference, store: local.StoreLike = None) -> Ite
         require_trust(store, reference, files.data)
         yield files
         return
-    with _find_remote(store, reference, "none", None) as remote:
+    with _find_remote(store, reference, "none", None) as (remote, _):
         remote.begin()
         yield ModelFiles(remote.reference, remote.manifest_data, remote)
 
@@ -302,7 +304,7 @@ def _open_local(
         try:
             with contextlib.ExitStack() as lease:
                 data = store.read_manifest(reference)
-                require_trust(store, reference, data)
+                verdict = require_trust(store, reference, data)
                 model = Model(
                     reference,
                     data,
@@ -310,6 +312,7 @@ def _open_local(
                     use_index=not reads_headers(verify),
                     **options,
                 )
+                model.verdict = verdict
                 is_mapped = verify == "size" and model.reading.how != "pread"
                 if not (is_mapped and model.map_hot()):
                     # Blobs are opened later than the manifest was read. A lease keeps them.
@@ -335,8 +338,8 @@ def _thaw(reference: Reference, store: local.LocalStore, progress: Progress | No
 @contextlib.contextmanager
 def _find_remote(
     store: local.LocalStore, address: str, cache: Cache, cache_limit: int | None
-) -> Iterator[RemoteStore]:
-    """Find a remote model, and check that it is trusted; its connections end with the block."""
+) -> Iterator[tuple[RemoteStore, Verdict | None]]:
+    """Find a remote model, and what the policy says about it; its connections end with the block."""
     from blobstore.remotes.fetch_attached import attached
     from blobstore.remotes.remote_store import RemoteStore
 
@@ -352,8 +355,8 @@ def _find_remote(
             for error in errors:
                 on_error(error)
 
-        require_trust(store, reference, source.data, signed)
-        yield RemoteStore(
+        verdict = require_trust(store, reference, source.data, signed)
+        remote = RemoteStore(
             store,
             source,
             reference,
@@ -362,3 +365,4 @@ def _find_remote(
             cache=cache,
             cache_limit=cache_limit,
         )
+        yield remote, verdict

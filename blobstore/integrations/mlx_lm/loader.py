@@ -14,6 +14,7 @@ from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
+    log_verified,
     read_json,
     temporary_folder,
     verify_level,
@@ -123,8 +124,10 @@ def _opened(
     patterns: Sequence[str] = ("*",),
 ) -> Iterator[tuple[Model, Weights, Path]]:
     """Give a model, its weights (not read yet), and a folder with its files as mlx-lm expects them."""
-    opening["verify"] = verify_level(opening.get("verify"), name, store)
+    given = opening.get("verify")
+    opening["verify"] = verify = verify_level(given, name, store)
     with open_model(name, store=store, framework="numpy", dequantize=DECODED, **opening) as stored:
+        log_verified(stored, verify, given)
         config = read_json(stored, "config.json")
         if "model_file" in config:
             raise BlobstoreError(

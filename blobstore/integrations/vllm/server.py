@@ -8,6 +8,7 @@ options are those of ``vllm serve``, except the ones that name another model.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING
@@ -38,6 +39,9 @@ def _serve(options: ServerOptions) -> None:
         raise UsageError(
             f"{min(reserved)} is not an option here: the model is NAME, and comes from the store"
         )
+    logger = logging.getLogger("blobstore")  # vLLM shows its own loggers only
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
     with engine_options(options.name, store=options.store, **options.opening) as engine:
         name = [] if _SERVED_NAME in given else [_SERVED_NAME, *engine["served_model_name"]]
         settings = json.dumps(engine["model_loader_extra_config"])

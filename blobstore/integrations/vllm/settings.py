@@ -12,7 +12,12 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.integrations.small_files import read_json, temporary_folder, verify_level
+from blobstore.integrations.small_files import (
+    log_verified,
+    read_json,
+    temporary_folder,
+    verify_level,
+)
 from blobstore.integrations.source_names import is_dequantized, modelopt_settings, quant_settings
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify
@@ -164,6 +169,7 @@ def engine_options(
     checked = Settings(name=model_name, store=str(store.root), verify=verify, read="mmap")
     with contextlib.ExitStack() as stack:
         with checked.open() as model:
+            log_verified(model, verify_level(verify, model_name, store), verify)
             settings = replace(
                 checked,
                 manifest=str(Digest.of(model.data)),

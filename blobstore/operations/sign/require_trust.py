@@ -168,8 +168,8 @@ def require_trust(
     reference: Reference,
     data: bytes,
     attached: Callable[[Callable[[RemoteError], object]], Iterable[bytes]] = lambda _: (),
-) -> None:
-    """Check a model that is about to be used, as :func:`check_trust` does.
+) -> Verdict | None:
+    """Check a model that is about to be used, and return what :func:`check_trust` does.
 
     A model that is not trusted, but may be used, is a warning of Python.
 
@@ -184,6 +184,7 @@ def require_trust(
     verdict = check_trust(store, reference, data, attached(errors.append), errors=errors)
     for notice in verdict.notices(reference) if verdict is not None else ():
         warnings.warn(notice, stacklevel=3)
+    return verdict
 
 
 def read_signature(path: Path) -> Signature:

@@ -94,6 +94,6 @@ def test_a_server_whose_library_is_missing_says_in_one_line_what_to_install(
     )
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"blobstore: error: {library} is not installed for this Python; run: pip install .+\n",
+        rf"(model m:latest: verify=.+\n)?blobstore: error: {library} is not installed for this Python; run: pip install .+\n",
         done.stderr,
     )

@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
+    log_verified,
     read_json,
     temporary_folder,
     verify_level,
@@ -33,6 +35,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.folders import contents
 from tests.support.models import dense_tensors, replace_file, with_layers, write_folder
+from tests.support.signing import key_files, policy
 
 FILES = {
     "tokenizer.json": b"{}",
@@ -258,3 +261,38 @@ def test_models_are_hashed_by_default_where_that_is_remembered(
     monkeypatch.setenv("BLOBSTORE_VERIFY", "everything")
     with pytest.raises(UsageError, match="must be none, size, header, digest or rehash"):
         verify_level(None, name, model.store.root)
+
+
+def test_servers_log_what_was_verified_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("BLOBSTORE_VERIFY", raising=False)
+    caplog.set_level("INFO")
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    count = len(store.resolve("m").blobs)
+
+    def logged(verify: Any, given: Any = None) -> str:
+        caplog.clear()
+        with blobstore.open("m", store=store, verify=verify) as model:
+            log_verified(model, verify, given)
+        return caplog.messages[0]
+
+    assert logged("size", "size") == (
+        "model m:latest: verify=size (as asked for), 0 blobs hashed, 0 known to be intact; "
+        "there is no policy about signatures"
+    )
+    hashed = f"verify=rehash (by default), {count} blobs hashed, 0 known to be intact"
+    assert hashed in logged("rehash")
+    key = key_files(tmp_path)
+    policy(store, key)
+    blobstore.sign("m", key.private, store=store)
+    monkeypatch.setenv("BLOBSTORE_VERIFY", "rehash")
+    assert "(from $BLOBSTORE_VERIFY)" in logged("rehash")
+    assert logged("size").endswith("; trusted by the policy, signed by 'ours'")
+    store.policy_path.write_text('version = 1\ndefault = "off"')
+    assert logged("size").endswith("; trusted by the policy, needs no signature")
+    store.policy_path.write_text('version = 1\ndefault = "warn"')
+    with pytest.warns(UserWarning, match="is not trusted"):
+        found = logged("size")
+    assert found.endswith("; not trusted by the policy: no rule of the policy matches its name")
