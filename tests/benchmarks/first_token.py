@@ -2,11 +2,12 @@
 
 Measures the time to the first token of a small model, in transformers and in mlx-lm, in a process that
 has imported them and in a new process. Also measures the private memory of a second process that serves
-the same model of 512 MiB.
+the same model of 512 MiB, and the first token of one of 2 GB in new processes, in the page cache and not.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import re
 import subprocess
@@ -17,13 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import blobstore
-from tests.benchmarks.common import arguments, rounds, table, timed, warm, workspace
+from tests.benchmarks.common import (
+    arguments,
+    borrow_memory,
+    rounds,
+    table,
+    timed,
+    warm,
+    workspace,
+)
+from tests.benchmarks.loading import drop
 
 _PROMPT = "w1"
 _ROOT = Path(__file__).parents[2]
 _KINDS = ("transformers, folder", "transformers, store", "mlx-lm, folder", "mlx-lm, store")
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
 _LARGE = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 4096}
+_HUGE = {"num_hidden_layers": 15, "hidden_size": 2048, "intermediate_size": 8192}
 
 
 def make_model(folder: Path, **sizes: Any) -> Path:
@@ -123,6 +134,11 @@ def second_process(kind: str, small: Path, folder: Path) -> int:
     return found
 
 
+def add_large(parser: argparse.ArgumentParser) -> None:
+    """Add the option that measures the large model alone."""
+    parser.add_argument("--large", action="store_true", help="measure a model of 2 GB alone")
+
+
 def collected(work: Callable[[], object]) -> float:
     """Return the seconds that ``work`` takes after a garbage collection."""
     gc.collect()
@@ -148,10 +164,37 @@ def compare(folder: Path, count: int) -> None:
             table(rounds(cases, times), kinds[0])
 
 
+def compare_large(folder: Path, count: int) -> None:
+    """Print the tables of the first token of a large model, in processes of their own."""
+    weights = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1024]
+    nbytes = (folder / "model" / "model.safetensors").stat().st_size
+
+    def chill() -> None:
+        drop(weights)
+        borrow_memory(nbytes * 9 // 4)
+
+    for title, before in (
+        ("in the page cache", lambda: warm(folder)),
+        ("not in the page cache", chill),
+    ):
+        for kinds in (_KINDS[:2], _KINDS[2:]):
+            print(f"First token of {nbytes / 1e9:.1f} GB {title}, whole process\n")
+            cases = {
+                kind: partial(
+                    timed, partial(subprocess.run, check=True, **command("run", kind, folder))
+                )
+                for kind in kinds
+            }
+            table(rounds(cases, count, before), kinds[0])
+
+
 def main() -> None:
     """Print the tables."""
-    options = arguments(__doc__)
+    options = arguments(__doc__, add_large)
     with workspace(options.folder) as folder:
+        if options.large:
+            compare_large(make_model(folder / "huge", **_HUGE), options.rounds)
+            return
         small = make_model(folder / "small", **_SMALL)
         compare(small, options.rounds)
         large = make_model(folder / "large", **_LARGE)
