@@ -92,14 +92,12 @@ def walk_files(folder: str | Path, without: Collection[str] = ()) -> Iterator[os
 
     Symbolic links are not followed. Raises as :func:`list_names`.
     """
-    pending = scan_folder(folder)[::-1]
-    while pending:
+    for entry in scan_folder(folder):
         interrupts.check()
-        entry = pending.pop()
         if not entry.is_dir(follow_symlinks=False):
             yield entry
         elif entry.path not in without:
-            pending += reversed(scan_folder(entry.path))
+            yield from walk_files(entry.path, without)
 
 
 def each_file(folder: str | Path) -> Iterator[os.DirEntry[str]]:
