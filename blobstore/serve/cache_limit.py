@@ -214,7 +214,7 @@ class CacheLimit:
                 blobs = {blob.digest.hex: blob.size for blob in manifest.blobs}
                 origin = self._pulled.origin(manifest)
                 if origin is None or not is_given:
-                    own |= blobs.keys()
+                    own.update(blobs)
                     continue
                 used = self._pulled.last_use(origin)
                 version = found.setdefault(

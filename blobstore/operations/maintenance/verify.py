@@ -251,7 +251,7 @@ class _BlobCheck:
         for key in blobs:
             # A blob that was frozen again may have another base.
             self.bases.pop(key.digest, None)
-        self.of_models |= blobs.keys()
+        self.of_models.update(blobs)
         self._check(blobs, as_bases=False)
         bases = bases_of(self._store, blobs.values())
         self.bases |= bases
