@@ -311,7 +311,9 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            value = _installed_version()
+            from blobstore.core.libraries import installed_version
+
+            value = installed_version()
         elif name in _MODULES:
             value = import_module(f"blobstore.{name}")
         elif name in _HOMES:
@@ -328,15 +330,6 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
             raise AttributeError(f"module 'blobstore' has no attribute {name!r}{advice}")
         globals()[name] = value
         return value
-
-
-def _installed_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tensor-blobstore")
-    except PackageNotFoundError:
-        return "0+unknown"  # run from its sources
 
 
 def __dir__() -> Sequence[str]:

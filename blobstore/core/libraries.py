@@ -61,3 +61,13 @@ def optional_libraries() -> Iterator[None]:
         raise MissingLibrary(
             f"{library} {reason}", advice=f"run: {install_command(library)}"
         ) from None
+
+
+def installed_version() -> str:
+    """Return the version of this package."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tensor-blobstore")
+    except PackageNotFoundError:
+        return "0+unknown"  # run from its sources

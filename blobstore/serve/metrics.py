@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+from blobstore.core.libraries import installed_version
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The media type of :meth:`Metrics.text`."""
+_BOUNDS: Final = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0, 600.0)
+"""Upper limits of the histogram of durations, in seconds."""
+
+
+def family(name: str, kind: str, meaning: str, *samples: tuple[str, float]) -> str:
+    """Return the lines of a metric. A sample is what follows its name, such as labels, and its value."""
+    head = f"# HELP blobstore_{name} {meaning}\n# TYPE blobstore_{name} {kind}\n"
+    return head + "".join(f"blobstore_{name}{suffix} {value}\n" for suffix, value in samples)
 
 
 @dataclass(slots=True)
 class Metrics:
     """Counters of a server. Only the thread of the server changes them, except ``bytes_verified``."""
 
+    version: str = field(default_factory=installed_version)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By method and status."""
     bytes_sent: int = 0
@@ -23,22 +37,96 @@ class Metrics:
     damaged: int = 0
     """Errors about models and blobs."""
     open_requests: int = 0
+    healed: int = 0
+    """Responses that were right after another server had sent what is damaged here."""
     prepared: int = 0
     """Models, digests and commits that had to be prepared."""
+    seconds: float = 0.0
+    """Of all requests, from the head to the last byte of the response."""
+    durations: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    """Requests by the first of the limits that they did not exceed."""
 
-    def text(self, connections: int) -> str:
-        """Return the numbers in Prometheus' text format."""
-        lines = ["# TYPE blobstore_requests_total counter"]
-        for (method, status), count in sorted(self.requests.items()):
-            lines.append(f'blobstore_requests_total{{method="{method}",status="{status}"}} {count}')
-        for name, kind, value in (
-            ("sent_bytes_total", "counter", self.bytes_sent),
-            ("verified_bytes_total", "counter", self.bytes_verified),
-            ("broken_responses_total", "counter", self.broken),
-            ("store_errors_total", "counter", self.damaged),
-            ("prepared_total", "counter", self.prepared),
-            ("open_requests", "gauge", self.open_requests),
-            ("open_connections", "gauge", connections),
-        ):
-            lines += [f"# TYPE blobstore_{name} {kind}", f"blobstore_{name} {value}"]
-        return "\n".join(lines) + "\n"
+    def note_seconds(self, seconds: float) -> None:
+        """Count the duration of a request."""
+        self.seconds += seconds
+        self.durations[bisect_left(_BOUNDS, seconds)] += 1
+
+    def text(self, connections: int, disk: tuple[int, int] | None = None) -> str:
+        """Return the numbers in Prometheus' text format. ``disk`` is the size of the store's disk, and what is free."""
+        requests: list[tuple[str, float]] = [
+            (f'{{method="{method}",status="{status}"}}', count)
+            for (method, status), count in sorted(self.requests.items())
+        ]
+        *below, all_requests = accumulate(self.durations)
+        durations: list[tuple[str, float]] = [
+            (f'_bucket{{le="{bound}"}}', count)
+            for bound, count in zip((*_BOUNDS, "+Inf"), (*below, all_requests), strict=True)
+        ]
+        durations += [("_sum", round(self.seconds, 6)), ("_count", all_requests)]
+        disks = (
+            []
+            if disk is None
+            else [
+                family(
+                    "disk_size_bytes",
+                    "gauge",
+                    "Size of the file system of the store.",
+                    ("", disk[0]),
+                ),
+                family(
+                    "disk_free_bytes",
+                    "gauge",
+                    "Bytes that the server may still write there.",
+                    ("", disk[1]),
+                ),
+            ]
+        )
+        plain = (
+            ("sent_bytes_total", "counter", "Bytes of bodies that were sent.", self.bytes_sent),
+            (
+                "verified_bytes_total",
+                "counter",
+                "Bytes of blobs that were hashed.",
+                self.bytes_verified,
+            ),
+            ("broken_responses_total", "counter", "Responses that ended early.", self.broken),
+            (
+                "store_errors_total",
+                "counter",
+                "Errors of the store, such as damaged blobs.",
+                self.damaged,
+            ),
+            (
+                "healed_total",
+                "counter",
+                "Responses whose damaged blobs were fetched again.",
+                self.healed,
+            ),
+            (
+                "prepared_total",
+                "counter",
+                "Models and digests that were not in memory.",
+                self.prepared,
+            ),
+            ("open_requests", "gauge", "Requests that are being answered.", self.open_requests),
+            ("open_connections", "gauge", "Connections of clients.", connections),
+        )
+        return "".join(
+            (
+                family(
+                    "build_info",
+                    "gauge",
+                    "The version of the server.",
+                    (f'{{version="{self.version}"}}', 1),
+                ),
+                family("requests_total", "counter", "Requests, by method and status.", *requests),
+                family(
+                    "request_seconds",
+                    "histogram",
+                    "From a request to the end of its response.",
+                    *durations,
+                ),
+                *disks,
+                *(family(name, kind, meaning, ("", value)) for name, kind, meaning, value in plain),
+            )
+        )

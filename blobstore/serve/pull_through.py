@@ -35,6 +35,7 @@ from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for, is_exact
 from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.messages import PEER
+from blobstore.serve.metrics import family
 from blobstore.serve.model_fetches import ModelFetches
 from blobstore.serve.names import MAIN, any_tag, name_of
 from blobstore.serve.other_files import OtherFiles
@@ -138,15 +139,30 @@ class PullThrough:
 
     def metrics(self) -> str:
         """Return the numbers in Prometheus' text format."""
-        values = {
-            ("upstream_bytes_total", "counter"): self._fetches.fetched + self._others.fetched,
-            ("upstream_models_total", "counter"): self._fetches.models,
-            ("peer_bytes_total", "counter"): self.peers.fetched,
-            ("arriving_models", "gauge"): len(self._fetches.running),
-        }
+        fetched = self._fetches.fetched + self._others.fetched
         return "".join(
-            f"# TYPE blobstore_{name} {kind}\nblobstore_{name} {value}\n"
-            for (name, kind), value in values.items()
+            family(name, kind, meaning, ("", value))
+            for name, kind, meaning, value in (
+                ("upstream_bytes_total", "counter", "Bytes fetched from the upstream.", fetched),
+                (
+                    "upstream_models_total",
+                    "counter",
+                    "Models fetched because the store lacked them.",
+                    self._fetches.models,
+                ),
+                (
+                    "peer_bytes_total",
+                    "counter",
+                    "Bytes of blobs fetched from peers.",
+                    self.peers.fetched,
+                ),
+                (
+                    "arriving_models",
+                    "gauge",
+                    "Models that are being fetched.",
+                    len(self._fetches.running),
+                ),
+            )
         )
 
     # Called for each request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -71,8 +72,8 @@ def answer(
     def found() -> Response:
         target = parse_target(request.target)
         # Before the token is checked, because probes have none.
-        if target.segments == ("healthz",):
-            return bytes_response(b"ok\n")
+        if (status := _probe(target, library, pull_through)) is not None:
+            return status
         # Before all else: a client without access must not learn which addresses there are.
         client = access.client(request, target)
         if (page := _page(request, target, metrics)) is not None:
@@ -127,6 +128,18 @@ def _in_origin_form(request: Request) -> Request:
     if host is None:
         return request
     return replace(request, target=target, headers={**request.headers, "host": host})
+
+
+def _probe(target: Target, library: Library, pull_through: PullThrough | None) -> Response | None:
+    """Return the response to a question whether the server lives or is ready; None to others."""
+    if (
+        target.segments == ("readyz",) and pull_through is None
+    ):  # which fills a store that is not there yet
+        if not os.access(library.store.root, os.R_OK | os.X_OK):
+            return failure("the store cannot be read", 503)
+    elif target.segments not in (("healthz",), ("readyz",)):
+        return None
+    return bytes_response(b"ok\n")
 
 
 def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Response | None:

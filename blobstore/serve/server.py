@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 import sys
 import time
@@ -134,6 +135,7 @@ class Server:
         self._texts = TextMemory(MAX_TEXTS)
         self._watches = Watches()
         self._garbage = OldGarbage()
+        self._root = store.root
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
         self._log = log or Log(None)
@@ -237,6 +239,7 @@ class Server:
             # Any other method would make a metric of its own.
             method = raw.method if raw.method in ("GET", "HEAD", "POST") else "other"
             self.metrics.requests[method, exchange.status] += 1
+            self.metrics.note_seconds(time.monotonic() - exchange.begun)
             self._note_exchange(raw, exchange)
 
     async def _answer(
@@ -347,6 +350,7 @@ class Server:
                     break
                 asked = _again(request)
             else:
+                self.metrics.healed += bool(asked.damaged)
                 return response
         message = "the model cannot be read; the log of the server says why"
         return failure(message, 500)
@@ -424,7 +428,11 @@ class Server:
         self._garbage.collect(is_idle=not self.metrics.open_requests)
 
     def _metrics_text(self) -> str:
-        return self.metrics.text(self._connections())
+        disk = None
+        with contextlib.suppress(OSError):
+            size, _, free = shutil.disk_usage(self._root)
+            disk = (size, free)
+        return self.metrics.text(self._connections(), disk)
 
     def _count_verified(self, size: int) -> None:
         self.metrics.bytes_verified += size

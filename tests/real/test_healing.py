@@ -167,6 +167,7 @@ def test_a_client_gets_the_right_bytes_of_a_damaged_file_at_once(
             assert found == (200, (folder / name).read_bytes())
         until(lambda: not server.metric("arriving_models"))
         server.wait_for_log("error", "is damaged")
+        assert server.metric("healed_total") >= 1
     assert not verify_models(NAME, store=cache).faults
     assert [str(one) for one in cache.references()] == [str(MAIN)]  # none named by the commit
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
 import pytest
 
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
+from blobstore.store.local import LocalStore
 from tests.support.serve import ask, json_of
 
 TOKEN = b"hf_first-token"
@@ -53,6 +55,15 @@ def test_without_a_token_nothing_is_answered(library: Library, header: str) -> N
 
 def test_health_needs_no_token(library: Library) -> None:
     assert ask(library, "/healthz", access=ACCESS).status == 200
+    assert ask(library, "/readyz", access=ACCESS).status == 200
+
+
+def test_a_server_is_ready_while_its_store_is_there(tmp_path: Path) -> None:
+    library = Library(LocalStore(tmp_path / "store"))
+    assert ask(library, "/readyz").status == 503
+    assert ask(library, "/healthz").status == 200
+    library.store.root.mkdir()
+    assert ask(library, "/readyz").status == 200
 
 
 @pytest.mark.parametrize(
