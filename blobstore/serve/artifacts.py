@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import RemoteRefused
 from blobstore.manifests import media_types
-from blobstore.operations.transfer.send_cold import cold_lists
 from blobstore.registry.layouts.attached import (
     bundle_manifest,
     cosign_manifest,
@@ -26,6 +25,7 @@ from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
 from blobstore.remotes.cold_layers import COLD
 from blobstore.remotes.model_metadata import model_metadata
 from blobstore.remotes.registry_plan import plan_for_registry
+from blobstore.remotes.send_cold import cold_lists
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
 from blobstore.signatures.cosign import envelopes

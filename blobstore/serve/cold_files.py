@@ -14,8 +14,8 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
-from blobstore.operations.transfer.send_cold import ColdFile
 from blobstore.remotes.cold_layers import ColdLayer, base_of
+from blobstore.remotes.send_cold import ColdFile
 from blobstore.serve.messages import Content, StoredPart
 from blobstore.store.notes import NoteKind, parsed
 

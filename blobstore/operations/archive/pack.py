@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.archives.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.archives.ordered_writer import OrderedSlot, OrderedWriter
+from blobstore.archives.plan import plan_members, read_models
 from blobstore.cold_blobs.batches import BlobProgress
 from blobstore.cold_blobs.blob_encoder import (
     BlobEncoder,
@@ -43,7 +44,6 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import NewSignature
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.archives.format import ArchivedModel
+    from blobstore.archives.plan import PlannedMember
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
-    from blobstore.operations.archive.plan import PlannedMember
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,10 +36,10 @@ from blobstore.operations.transfer.registry_target import (
     open_registry,
     registry_address,
 )
-from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.remotes.addresses import is_in_objects, places_of
 from blobstore.remotes.checked_pieces import PushedBlob
 from blobstore.remotes.cold_layers import ColdLayer, bases_of
+from blobstore.remotes.send_cold import ColdBlobs
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 

@@ -18,7 +18,6 @@ from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteR
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
 from blobstore.operations.transfer.push_target import PushedModel
-from blobstore.operations.transfer.send_cold import send_cold_manifests
 from blobstore.registry import request_rules
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
@@ -28,6 +27,7 @@ from blobstore.remotes.cold_layers import COLD_BASES
 from blobstore.remotes.cold_manifests import fetch_base_layers, fetch_cold_layers
 from blobstore.remotes.referrers import fetch_referrers
 from blobstore.remotes.registry_plan import plan_for_registry, pushed_blobs
+from blobstore.remotes.send_cold import send_cold_manifests
 from blobstore.remotes.signatures import push_signatures
 from blobstore.remotes.transfer_cache import PushCache
 from blobstore.signatures.keys import PrivateKey, read_key

@@ -16,12 +16,12 @@ from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
 from blobstore.operations.transfer.registry_target import RegistryOptions
-from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.cold_layers import ColdLayer
 from blobstore.remotes.cold_manifests import fetch_cold_layers
 from blobstore.remotes.referrers import fetch_referrers
+from blobstore.remotes.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip_in_place, layer, put, steps, tuned
 from tests.support.models import add_blobs

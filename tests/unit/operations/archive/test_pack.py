@@ -14,6 +14,7 @@ from typing_extensions import Buffer
 
 from blobstore.archives import ordered_writer
 from blobstore.archives.format import Kind
+from blobstore.archives.plan import plan_members
 from blobstore.archives.reader import open_archive
 from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.base import BaseBlob
@@ -34,7 +35,6 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
-from blobstore.operations.archive.plan import plan_members
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models

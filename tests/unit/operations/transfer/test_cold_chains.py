@@ -26,7 +26,6 @@ from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.transfer import pull
 from blobstore.operations.transfer.object_target import ObjectTarget
 from blobstore.operations.transfer.registry_target import RegistryTarget
-from blobstore.operations.transfer.send_cold import send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.remotes.cold_layers import (
     MAX_LINKS,
@@ -36,6 +35,7 @@ from blobstore.remotes.cold_layers import (
     format_cold_layers,
     parse_cold_layers,
 )
+from blobstore.remotes.send_cold import send_cold_manifests
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold

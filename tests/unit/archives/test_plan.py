@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.archives.plan import (
+    MAX_WITHOUT_BASE,
+    PlannedMember,
+    plan_members,
+    read_models,
+)
 from blobstore.cold_blobs.blob_encoder import SizeEstimator
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.spans import Span
@@ -15,12 +21,6 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.plan import (
-    MAX_WITHOUT_BASE,
-    PlannedMember,
-    plan_members,
-    read_models,
-)
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.names import remove_models
