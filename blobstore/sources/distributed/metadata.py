@@ -39,8 +39,8 @@ _BYTES_PER_OBJECT = 5
 _MAX_RANK = 32
 _MAX_PIECES = 1 << 20
 _MAX_NAME = 1 << 12
-_MAX_KEYS = 32
-"""Keys that lead to an entry."""
+_MAX_KEYS = 100
+"""Keys that lead to an entry; as many as the record of a step may have."""
 _MAX_LETTERS = 16 * 2**20
 """Characters of all keys that lead to entries."""
 _LARGEST = 2**63 - 1
