@@ -52,6 +52,8 @@ class StoreCallback(TrainerCallback):
     ) -> None:
         """Import the checkpoint that was just written, in the first process. Raises as :func:`create`."""
         del control
+        if args.distributed_state is not None:  # each process writes its own random state
+            args.distributed_state.wait_for_everyone()
         if not state.is_world_process_zero:
             return
         folder = _folder(str(args.output_dir), state.global_step)
