@@ -10,6 +10,7 @@ from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.names import HEAD, MAIN, any_tag, name_of, repository_of
+from blobstore.serve.unprepared import prepared
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.pulled import Origin
     from blobstore.serve.visible import Visible
+    from blobstore.store.fetched import Commit
 
 _MAX_REVISION: Final = 255
 
@@ -63,10 +65,11 @@ class Asked(NamedTuple):
         """Whether the revision is a commit, which is the same for ever."""
         return COMMIT.fullmatch(self.revision) is not None
 
-    def called(self, repository: str) -> Asked:
-        """Return the same version of the repository under another name."""
+    def called(self, repository: str, library: Library) -> Asked:
+        """Return the same version of the repository under another name of the upstream. Call it on a thread."""
         name = repository_of(*repository.split("/")) or self.reference
-        reference = Reference(*name.parts[:3], self.reference.tag)
+        here = prepared(lambda: library.placed(name))
+        reference = Reference(*here.parts[:3], self.reference.tag)
         return self._replace(reference=reference, repository=repository)
 
     def at(self, commit: str) -> Asked:
@@ -80,15 +83,33 @@ class Asked(NamedTuple):
         return visible.model(self.reference)
 
 
+class Known(NamedTuple):
+    """The commit of a revision."""
+
+    commit: str
+    giver: str
+    """Who said so: the upstream, or a peer; see :class:`Right`."""
+
+
+def stored_origin(library: Library, asked: Asked) -> Origin | None:
+    """Return the origin of the store's model of a revision, if it was fetched."""
+    if asked.is_commit:
+        found = library.pulled.of_repository(asked.repository)
+        return next((origin for origin in found if origin.commit == asked.revision), None)
+    with contextlib.suppress(BlobstoreError):
+        return library.pulled.origin(library.store.resolve(asked.reference))
+    return None
+
+
 def names_of(
-    library: Library, repository: Reference, commit: str
+    library: Library, repository: Reference, commit: Commit
 ) -> Iterator[tuple[Reference, Manifest]]:
     """Yield the names of a repository that fetches have given a commit, and their manifest. Call it on a thread."""
     for reference in library.listed_tags(repository):
         with contextlib.suppress(BlobstoreError):
             manifest = library.store.resolve(reference)
             origin = library.pulled.origin(manifest)
-            is_it = origin is not None and origin.commit == commit
+            is_it = origin is not None and (origin.repository, origin.commit) == commit
             if is_it and not library.is_own(reference):
                 yield reference, manifest
 

@@ -268,6 +268,14 @@ class Library:
         several = (one for one in list(self.arriving) if _folded(one) == _folded(repository))
         return next((any_tag(one) for one in several), repository)
 
+    def placed(self, repository: Reference) -> Reference:
+        """Return the repository in which a fetch gives names: the operator's, if that differs in case only.
+
+        Otherwise it is this one, spelled as at the upstream. Raises NotPrepared.
+        """
+        found = self.spelled(repository)
+        return found if any(map(self.is_own, self.tags.of(found))) else repository
+
     def is_other_case(self, reference: Reference) -> bool:
         """Return whether a name that is not there differs from one that is in case only. Raises NotPrepared."""
         arriving = self.arriving_in(reference)

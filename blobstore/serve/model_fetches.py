@@ -133,10 +133,11 @@ class ModelFetches:
 
     def _has_named(self, asked: Asked, commit: str) -> bool:
         """Return whether the store has a commit, and give it the name that is asked for."""
-        for reference, manifest in names_of(self._library, any_tag(asked.reference), commit):
+        key = (asked.repository, commit)
+        for reference, manifest in names_of(self._library, any_tag(asked.reference), key):
             with contextlib.suppress(BlobstoreError):
                 if reference != asked.reference and not asked.is_commit:
-                    self._name(asked.reference, manifest, (asked.repository, commit))
+                    self._name(asked.reference, manifest, key)
                 return True
         return False
 
@@ -147,7 +148,10 @@ class ModelFetches:
     def _names_of(self, commit: Commit) -> dict[Reference, Manifest]:
         """Return the names that fetches have given a commit."""
         repository = repository_of(*commit[0].split("/"))
-        return {} if repository is None else dict(names_of(self._library, repository, commit[1]))
+        if repository is None:
+            return {}
+        here = prepared(lambda: self._library.placed(repository))
+        return dict(names_of(self._library, here, commit))
 
     def _stored(self, commit: str) -> list[Manifest]:
         """Return what the store has of a commit, in all repositories: one may be another one that was renamed."""

@@ -21,13 +21,13 @@ import time
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import capacity
-from blobstore.errors import BlobstoreError, InvalidReference, RemoteError
+from blobstore.errors import InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
-from blobstore.serve.asked import Asked, hidden_copies, hidden_versions
+from blobstore.serve.asked import Asked, Known, hidden_copies, hidden_versions, stored_origin
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.expiring import MAX_KNOWN, Expiring
 from blobstore.serve.find_upstream import Upstreams
@@ -37,7 +37,7 @@ from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.messages import PEER
 from blobstore.serve.metrics import family
 from blobstore.serve.model_fetches import ModelFetches
-from blobstore.serve.names import MAIN, any_tag, name_of
+from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, no_model
@@ -67,14 +67,6 @@ _REFUSED_SECONDS: Final = 5.0
 _MAX_REFUSALS: Final = 4096
 """Any client can cause them, by any name. Each takes about a KiB."""
 _MAX_PATIENT: Final = capacity.PATIENT.most
-
-
-class _Known(NamedTuple):
-    """The commit of a revision."""
-
-    commit: str
-    giver: str
-    """Who said so: the upstream, or a peer; see :class:`Right`."""
 
 
 class PullThrough:
@@ -113,7 +105,7 @@ class PullThrough:
         self._rights = Rights(library.pulled, has_token=bool(token))
         self._upstreams = Upstreams(upstream, token, self.peers, self._rights)
         self.owners = TokenOwners(self._upstreams, self._note)
-        self._tags = Expiring[Reference, _Known](MAX_KNOWN)
+        self._tags = Expiring[Reference, Known](MAX_KNOWN)
         self._renamed = Expiring[Reference, Reference](MAX_KNOWN)
         """The upstream's names of repositories that were asked for by other names."""
         self._refusals = Expiring[tuple[str, str, str], Refusal](_MAX_REFUSALS)
@@ -200,25 +192,32 @@ class PullThrough:
         if visible is None and not is_named:
             raise no_model()
         if visible is None:
-            spelled, repository = repository, self._called(repository, is_whole=revision is None)
-            if repository != spelled:
-                asked = self._asked(repository, revision, is_tag=is_tag)
+            name = self._called(repository, is_whole=revision is None)
+            if name != repository:
+                repository = self._library.placed(name)
+                asked = self._asked(repository, revision, name, is_tag=is_tag)
                 visible = self._settled(request, repository, asked, token, is_named=True)
         if visible is None and request.damaged:
             asked = self._fetched(repository, asked, target.segments[-1])
         if visible is None:
             visible = (
-                self._repository(request, repository, token, target)
+                self._repository(repository, name, token, target, request.damaged)
                 if asked is None
                 else self._revision(asked, token, request.damaged, needs_all=is_tag)
             )
         return visible.named(requested, repository)
 
     def _asked(
-        self, repository: Reference, revision: str | None, *, is_tag: bool = False
+        self,
+        repository: Reference,
+        revision: str | None,
+        name: Reference | None = None,
+        *,
+        is_tag: bool = False,
     ) -> Asked | None:
         """Return what is asked for; None if that is not a version, or one that no served model can have.
 
+        ``name`` is the upstream's, if that differs from the name of the repository here.
         If it ``is_tag`` of a registry, it names a model of the store's own as it is, and others as at the upstream.
         """
         if revision is None:
@@ -234,16 +233,19 @@ class PullThrough:
                 asked = Asked.named((*stored, *names)[0])
         if asked is not None and asked.has_name and self._stands_for_other(asked.reference):
             asked = Asked.unnamed(repository, revision)
-        return asked if asked is not None and self._library.is_allowed(asked.reference) else None
+        if asked is None or not self._library.is_allowed(asked.reference):
+            return None
+        return asked if name is None else asked._replace(repository=name_of(name))
 
     def _stands_for_other(self, reference: Reference) -> bool:
         return self._library.is_other_case(reference) or self._library.is_reserved(reference)
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
         """Return the recent upstream name of a repository, of which no version is requested if ``is_whole``."""
-        name = self._renamed.get(any_tag(repository))
-        if name is None:
-            return repository
+        known = self._library.pulled.spelled(name_of(repository))
+        name = self._renamed.get(any_tag(repository)) or repository_of(*known.split("/"))
+        if name is None or name == repository or self._library.placed(name) == repository:
+            return name or repository
         tags = self._library.stored_tags(repository) if is_whole else []
         return repository if any(map(self._library.is_own, tags)) else name
 
@@ -258,6 +260,7 @@ class PullThrough:
             origin = artifact.origin
             if origin and not origin.brought and digest in map(str, artifact.digests()):
                 asked = Asked.of(repository, origin.commit)
+                asked = asked and asked._replace(repository=origin.repository)
         if asked is not None and self._upstreams.has_upstream:
             commits = [one.commit for one in pulled.of_repository(asked.repository)]
             if (
@@ -310,7 +313,7 @@ class PullThrough:
                 raise NotFetched(wait_for, arrival.listed)
             if held is None or held.commit != commit:  # it lacks this name, or has just ended
                 raise NotFetched(self._fetches.begin, asked, commit)
-        elif held is not None and held.origin and held.origin.commit == commit:
+        elif held and held.origin and (held.origin.repository, held.origin.commit) == key:
             self._library.pulled.touch(held.origin)
         else:
             if failure is not None:
@@ -320,7 +323,7 @@ class PullThrough:
 
     def _judged(
         self, asked: Asked, token: str, ask: Callable[[Asked, str], object]
-    ) -> tuple[_Known, Right]:
+    ) -> tuple[Known, Right]:
         """Return the commit of a revision, and the right to read it. Raises NotFetched if unknown, and Refusal."""
         client = client_of(token)
         self._check_refusal(asked, client)
@@ -335,7 +338,7 @@ class PullThrough:
         is_here = pulled.of_repository(asked.repository) and pulled.is_public(asked.repository)
         return NotFetched if is_here else NotAsked
 
-    def _known(self, asked: Asked) -> _Known | None:
+    def _known(self, asked: Asked) -> Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.
 
         A commit is itself, unless only a peer has given what the store has of it: the upstream may have another one.
@@ -345,7 +348,7 @@ class PullThrough:
             return known
         if known is None and self._library.pulled.is_of_peer((asked.repository, asked.revision)):
             return None
-        return _Known(asked.revision, known.giver if known else UPSTREAM)
+        return Known(asked.revision, known.giver if known else UPSTREAM)
 
     def _right(self, asked: Asked, client: str) -> Right | None:
         """Return the right by which a client may read a revision now."""
@@ -426,7 +429,7 @@ class PullThrough:
         return visible
 
     def _repository(
-        self, request: Request, repository: Reference, token: str, target: Target
+        self, repository: Reference, name: Reference, token: str, target: Target, damaged: float
     ) -> Visible:
         """Return the models that a client may read in a repository without a version. Raises as :meth:`visible`.
 
@@ -434,25 +437,25 @@ class PullThrough:
         is asked by a digest if nothing of the repository is here. Otherwise a cache would answer that what it has not
         fetched yet is absent.
         """
-        visible = self._readable(repository, token)
+        visible = self._readable(repository, name_of(name), token)
         is_digest = target.is_of_registry and target.segments[-2] != "tags"
         if is_digest and visible.has(repository):
             return visible
-        main = self._asked(repository, MAIN)
+        main = self._asked(repository, MAIN, name)
         if main is not None and not self._library.is_own(main.reference):
             try:
-                visible = self._version(main, token, request.damaged, needs_all=is_digest)
+                visible = self._version(main, token, damaged, needs_all=is_digest)
             except Refusal:
                 if not visible.has(repository):  # otherwise it is about what is here
                     raise
         return replace(visible, _fetch=None)
 
-    def _readable(self, repository: Reference, token: str) -> Visible:
+    def _readable(self, repository: Reference, name: str, token: str) -> Visible:
         """Return the models that a client may read of those that are here of a repository. Raises as :meth:`visible`.
 
         The upstream is asked about absent repositories, too, so that the answers do not differ.
         """
-        name, client = name_of(repository), client_of(token)
+        client = client_of(token)
         recorded = [one.commit for one in self._library.pulled.of_repository(name) if not one.peer]
         if opened := self._rights.opened(client, name, recorded):
             return Visible.of(self._library, opened)
@@ -482,7 +485,7 @@ class PullThrough:
         """
         found = self._ask(asked, token)
         if found is not None:
-            asked = asked.called(found.repository)
+            asked = asked.called(found.repository, self._library)
             if asked.is_commit or not self._library.is_own(asked.reference):
                 self._fetches.begin(asked, found.commit, found, is_damaged=is_damaged)
         elif is_damaged and (known := self._known(asked)) is not None:
@@ -492,7 +495,11 @@ class PullThrough:
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
-        origin, client, now = self._stored(asked), client_of(token), time.monotonic()
+        origin, client, now = (
+            stored_origin(self._library, asked),
+            client_of(token),
+            time.monotonic(),
+        )
         is_public = self._library.pulled.is_public(asked.repository)
         # A client without access must not learn that the store has the model.
         has_answer = origin is not None and (
@@ -518,7 +525,7 @@ class PullThrough:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
                 holds = min(self._holds, _RETRY_SECONDS)
-                self._tags.set(asked.reference, _Known(origin.commit, origin.peer), holds)
+                self._tags.set(asked.reference, Known(origin.commit, origin.peer), holds)
                 if is_public:
                     only = origin.commit if origin.peer else ""
                     # From now on: the upstream may have been silent for longer than that.
@@ -541,14 +548,15 @@ class PullThrough:
         if found.repository != asked.repository:
             if found.giver == UPSTREAM:
                 self._library.pulled.note_renamed(asked.repository, found.repository)
-            requested, asked = any_tag(asked.reference), asked.called(found.repository)
-            self._renamed.set(requested, any_tag(asked.reference), self._holds)
+            requested, asked = asked.reference, asked.called(found.repository, self._library)
+            name = repository_of(*found.repository.split("/")) or asked.reference
+            self._renamed.set(any_tag(requested), any_tag(name), self._holds)
         client = EVERYONE if found.is_peer else client
         only = "" if found.giver == UPSTREAM and found.is_whole else found.commit
         until = time.monotonic() + self._holds
         right = Right(found.giver, client, asked.repository, only, now, until)
         self._rights.give(right, {found.commit, *found.proven})
-        self._tags.set(asked.reference, _Known(found.commit, found.giver), self._holds)
+        self._tags.set(asked.reference, Known(found.commit, found.giver), self._holds)
         is_judged = found.giver == UPSTREAM and found.is_whole
         if is_judged and self._library.pulled.of_repository(asked.repository):
             self._judge(found)
@@ -581,15 +589,6 @@ class PullThrough:
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         key = asked.repository, asked.revision, client
         self._refusals.set(key, refusal.again(), _REFUSED_SECONDS)
-
-    def _stored(self, asked: Asked) -> Origin | None:
-        """Return the origin of the store's model of a revision, if it was fetched."""
-        if asked.is_commit:
-            found = self._library.pulled.of_repository(asked.repository)
-            return next((origin for origin in found if origin.commit == asked.revision), None)
-        with contextlib.suppress(BlobstoreError):
-            return self._library.pulled.origin(self._store.resolve(asked.reference))
-        return None
 
     def _record(self, found: FoundAt, origin: Origin) -> None:
         """Note durably what is being fetched, and whether everyone may read its repository. Raises BlobstoreError."""

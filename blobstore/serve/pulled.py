@@ -169,6 +169,8 @@ class PulledModels:
         self._renamed: dict[str, str] = {}
         """The present names of repositories that the upstream has renamed."""
         self._known: frozenset[str] = frozenset()
+        self._spellings: dict[str, str] = {}
+        """Names of repositories by their forms without case."""
         self._open: frozenset[str] = frozenset()
         self._unmarked: frozenset[Commit] = frozenset()
         """Those whose models need not say that they were fetched."""
@@ -251,8 +253,14 @@ class PulledModels:
         asked = public.keys() | {one.repository for one in records.values() if not one.peer}
         by_peers = {one.repository for one in records.values()} - asked
         self._known = frozenset(asked | by_peers)
+        self._spellings = {one.casefold(): one for one in self._known}
         is_open = by_peers | {one for one, is_public in public.items() if is_public}
         self._open = frozenset(is_open | {one for one in renamed if self.present(one) in is_open})
+
+    def spelled(self, repository: str) -> str:
+        """Return the name of a repository as it was fetched, which differs from this one in case at most."""
+        known = repository in self._known
+        return repository if known else self._spellings.get(repository.casefold(), repository)
 
     def present(self, repository: str) -> str:
         """Return the present name of a repository, as far as the upstream has said it."""

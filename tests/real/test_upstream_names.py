@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import write_folder
@@ -180,6 +181,62 @@ def test_a_model_of_the_stores_own_stays_what_its_name_is(
             assert server.request(f"/v2/org/old/blobs/{blob.digest}")[0] == 200
         assert server.metric("upstream_models_total") == 0
     assert store.read_manifest(NAME) == before
+
+
+def test_a_model_of_the_stores_own_keeps_no_other_revision_of_another_spelling_away(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    folders = {one: made(tmp_path / one, seed) for seed, one in enumerate(("v2", "v3"), 5)}
+    for revision, folder in folders.items():
+        hub.branch(NAME, revision, folder)
+    mine = create(made(tmp_path / "mine", 3), f"{OTHER}:v1", store=store)
+    folders |= {"v1": tmp_path / "mine", "main": hub.repos[NAME].folder}
+    for _ in range(2):
+        with serving(store, tmp_path, "--upstream", hub.url) as server:
+            for revision, folder in folders.items():
+                for name in (NAME, OTHER):
+                    target = f"/{name}/resolve/{revision}/model.safetensors"
+                    until(partial(is_given, server, target))
+                    assert server.request(target)[2] == (folder / "model.safetensors").read_bytes()
+                    tag = "latest" if revision == "main" else revision
+                    until(partial(is_given, server, f"/v2/{name}/manifests/{tag}"))
+                    assert server.request(f"/v2/{name}/tags/list")[0] == 200
+                    assert server.request(f"/api/models/{name}/refs")[0] == 200
+            commit = hub.repos[NAME].commit
+            assert server.request(f"/{NAME}/resolve/{commit}/model.safetensors")[2] == weights(hub)
+            until(lambda: server.metric("arriving_models") == 0)
+        collect_garbage(store=store)
+        assert names(store) == [f"{OTHER}:{tag}" for tag in ("latest", "v1", "v2", "v3")]
+        sent = hub.sent  # the second server has all
+    assert hub.sent == sent
+    hub.repos[NAME].status = 502
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for revision, folder in folders.items():
+            target = f"/{NAME}/resolve/{revision}/model.safetensors"
+            assert server.request(target)[2] == (folder / "model.safetensors").read_bytes()
+    assert store.names.version(f"{OTHER}:v1") == mine.digest
+
+
+def test_what_is_fetched_next_to_a_model_of_the_stores_own_stays_restricted_and_makes_space(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    create(made(tmp_path / "mine", 3), f"{OTHER}:v1", store=store)
+    hub.branch(NAME, "v2", made(tmp_path / "v2", 5))
+    hub.repos[NAME].token = "hf_right"
+    size = sum(path.stat().st_size for path in hub.repos[NAME].folder.iterdir())
+    limits = {"cache_limit.IDLE_SECONDS": 0}
+    options = ("--upstream", hub.url, f"--max-size={size * 3 // 2}")
+    with serving(store, tmp_path, *options, limits=limits) as server:
+        for revision, tags in (("main", ["latest", "v1"]), ("v2", ["v1", "v2"])):
+            target = f"/{NAME}/resolve/{revision}/model.safetensors"
+            assert server.request(target, Authorization=RIGHT)[0] == 200
+            until(lambda tags=tags: names(store) == [f"{OTHER}:{tag}" for tag in tags])  # type: ignore[misc]
+            for name in (NAME, OTHER):
+                path = f"/{name}/resolve/{revision}/model.safetensors"
+                assert server.request(path)[0] == 401, path
+                tag = "latest" if revision == "main" else revision
+                assert server.request(f"/v2/{name}/manifests/{tag}")[0] == 401
+                assert server.request(f"/v2/{name}/manifests/v1")[0] == 200
 
 
 @pytest.mark.parametrize("is_same", [True, False])
