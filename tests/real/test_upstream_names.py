@@ -63,6 +63,10 @@ def until(is_reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def until_named(store: LocalStore, *tags: str) -> None:
+    until(lambda: names(store) == [f"{OTHER}:{tag}" for tag in tags])
+
+
 @pytest.mark.parametrize("has_id", [True, False])
 def test_the_upstream_names_a_model_and_both_spellings_find_it(
     hub: HubServer, store: LocalStore, tmp_path: Path, *, has_id: bool
@@ -230,7 +234,7 @@ def test_what_is_fetched_next_to_a_model_of_the_stores_own_stays_restricted_and_
         for revision, tags in (("main", ["latest", "v1"]), ("v2", ["v1", "v2"])):
             target = f"/{NAME}/resolve/{revision}/model.safetensors"
             assert server.request(target, Authorization=RIGHT)[0] == 200
-            until(lambda tags=tags: names(store) == [f"{OTHER}:{tag}" for tag in tags])  # type: ignore[misc]
+            until_named(store, *tags)
             for name in (NAME, OTHER):
                 path = f"/{name}/resolve/{revision}/model.safetensors"
                 assert server.request(path)[0] == 401, path
