@@ -28,6 +28,7 @@ _STEPS = 2
 """Times that the next blob was asked for, after which a program is taken to read in order."""
 _FIRST_WINDOW = 16 << 20
 _MAX_WINDOW = 256 << 20
+_NOTHING: Final = range(0)
 
 
 class Following:
@@ -39,20 +40,22 @@ class Following:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
-        self._last = -1
-        self._steps = self._due = self._end = 0
-        self._window = _FIRST_WINDOW
+        self._last, self._end, self._window = -1, 0, _FIRST_WINDOW
+        self._due = _STEPS - 1
+        """The blob at which the next window is read, if the program comes there in order."""
 
     def after(self, slot: int) -> range:
-        """Return the blobs to read ahead, now that one at ``slot`` is used; none if others are on their way."""
-        if slot == self._last:
-            return range(0)
-        self._steps = self._steps + 1 if slot == self._last + 1 else 0
-        self._last = slot
-        if not self._steps:
-            self._due, self._end, self._window = 0, 0, _FIRST_WINDOW
-        if self._steps < _STEPS or slot < self._due:
-            return range(0)
+        """Return the blobs to read ahead, now that one at ``slot`` is used; none if others are on their way.
+
+        Each look-up of a tensor calls it, so most calls end at the first line that can tell. Threads that race read a
+        window too few or too many.
+        """
+        last, self._last = self._last, slot
+        if slot == last or (slot == last + 1 and slot < self._due):
+            return _NOTHING
+        if slot != last + 1:
+            self._due, self._end, self._window = slot + _STEPS, 0, _FIRST_WINDOW
+            return _NOTHING
         begin = end = max(self._end, slot + 1)
         size = 0
         while end < len(self._sizes) and size < self._window:
