@@ -81,9 +81,9 @@ def load(
     kinds: Mapping[type, tuple[str, Kind]] = {}
     if "torch" in (model.framework, _framework_of(model)):
         with contextlib.suppress(ImportError):
-            from blobstore.models import torch_values
+            from blobstore.models import plain_torch_values
 
-            kinds = torch_values.KINDS
+            kinds = plain_torch_values.KINDS
     tensors = {key: found[stored_name(key, record.model)] for key in record.tensors}
     return join(record, tensors, kinds)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import quote
 from blobstore.core.file_kinds import HEAD, kind_of
 from blobstore.core.files import is_absence
-from blobstore.core.folder import Folder
 from blobstore.core.globs import any_glob_matches
+from blobstore.core.untrusted_folder import Folder
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.manifests.file_names import MAX_DEPTH
 from blobstore.sources.versions import SourceVersions

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from blobstore.core.folder import Folder
+    from blobstore.core.untrusted_folder import Folder
 
 _TICK = 0.02
 """Seconds; more than one tick of Linux's coarsest clock."""

@@ -20,8 +20,8 @@ from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import FileVersion
-from blobstore.core.folder import Folder
 from blobstore.core.tensor import DType
+from blobstore.core.untrusted_folder import Folder
 from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UnsupportedSource
 from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.sharded import read_index, read_weight_map

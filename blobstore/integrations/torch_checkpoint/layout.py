@@ -24,7 +24,7 @@ from blobstore.integrations.torch_checkpoint.windows import (
     windows_of,
 )
 from blobstore.manifests.plain_values import depth_checked, encode
-from blobstore.models.torch_values import KINDS
+from blobstore.models.plain_torch_values import KINDS
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from blobstore.manifests.step_record import (
     StepRecord,
     stored_name,
 )
-from blobstore.models.torch_values import KINDS
+from blobstore.models.plain_torch_values import KINDS
 from blobstore.operations.create.places import can_be_step
 from blobstore.operations.load import open_step, record_of
 from blobstore.safetensors.torch import empty_tensor

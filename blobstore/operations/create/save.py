@@ -146,9 +146,9 @@ def save(
     if model or metrics is not None or is_address(store) or not is_model:
         kinds: Mapping[type, tuple[str, Kind]] = {}
         if framework == "torch":
-            from blobstore.models import torch_values
+            from blobstore.models import plain_torch_values
 
-            kinds = torch_values.KINDS
+            kinds = plain_torch_values.KINDS
         state = FlatState(tensors, lambda one: _library(one) == framework, kinds, model)
         found = _described(state.tensors)
         source = step_source(found, model)

@@ -39,7 +39,7 @@ KINDS: Final[Mapping[type, tuple[str, Kind]]] = {
     _Device: ("device", Kind(str, str)),
     Number: ("int", Kind(hex, int)),
 }
-"""How values of torch are written, which :mod:`blobstore.models.torch_values` reads, and integers as keys."""
+"""How values of torch are written, which :mod:`blobstore.models.plain_torch_values` reads, and integers as keys."""
 
 
 class PlainParts:

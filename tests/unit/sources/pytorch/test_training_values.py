@@ -10,7 +10,7 @@ import torch
 
 from blobstore.errors import CheckpointUnsupported
 from blobstore.manifests.plain_values import decode, encode
-from blobstore.models import torch_values
+from blobstore.models import plain_torch_values
 from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.training_values import KINDS, PlainParts
 from tests.support.trainer_folders import assert_same
@@ -43,7 +43,7 @@ def plain(folder: Path, value: Any) -> Any:
 )
 def test_plain_values_come_back(tmp_path: Path, value: Any) -> None:
     found = encode(plain(tmp_path, value), "value", KINDS)
-    assert_same(decode(found, torch_values.KINDS), value)
+    assert_same(decode(found, plain_torch_values.KINDS), value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.folder import Folder
+from blobstore.core.untrusted_folder import Folder
 from blobstore.errors import BlobstoreError, SourceError
 
 
