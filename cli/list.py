@@ -63,7 +63,8 @@ def command(
     of them. Not every registry lists its repositories. If it is a store in object storage, such as
     s3://bucket/prefix, its models are listed. SHARED is then the part that others of the list use.
 
-    SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
+    SHARED is the part that other names use too, so removing a name frees at most the rest. Of models
+    that are named it is shown with --verbose or --sort shared, because all others are read for it. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
     that cannot be read is listed with its error, and a name whose manifest is lost is reported; the
@@ -81,10 +82,14 @@ def command(
         _show_remote(store, patterns, plain_http, order, limit, out)
         return
     unreadable: list[BlobstoreError] = []
+    repositories = _repositories(patterns)
+    # Of models that are named, the others need not be read. `du` and `info` say what such a model shares.
+    has_shared = not repositories or out.is_json or output.is_verbose() or order == "shared"
     models: Sequence[ListedModel] = choose_models(
         store,
         lambda reference, digest: _is_chosen(reference, digest, patterns),
-        repositories=_repositories(patterns),
+        repositories=repositories,
+        read_shared=has_shared,
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
         read_metrics=out.is_json or order not in _ORDERS,
@@ -102,7 +107,7 @@ def command(
     models, notes = _first(models, limit)
     out.result(
         lambda: _as_json(models, [*unreadable, *missing]),
-        _as_table(models, metric) if models else "",
+        _as_table(models, metric, has_shared=has_shared) if models else "",
         names=[model.reference for model in models],
         notes=(*arguments.store_notes(store), *notes),
     )
@@ -287,8 +292,10 @@ def _similar(pattern: str, store: LocalStore) -> str:
     return ""
 
 
-def _as_table(models: Sequence[ListedModel], metric: str) -> str:
-    sizes = {"SIZE": "size", "SHARED": "shared"}
+def _as_table(models: Sequence[ListedModel], metric: str, *, has_shared: bool) -> str:
+    sizes = {"SIZE": "size"}
+    if has_shared:
+        sizes["SHARED"] = "shared"
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"
     from blobstore.operations.sign.report import describe_signers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
+
+_FEW: Final = 32
+"""So many manifests are parsed, whether they are known or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +101,12 @@ class Catalog:
         self.references.save(versions)
 
     def read(self, references: Iterable[Reference]) -> None:
-        """Read the manifests of some names. Raises ModelNotFound."""
+        """Read the manifests of some names. Those that do not exist have no entry."""
         unknown: dict[str, FileVersion | None] = {}
         for reference in references:
             self._look("/".join(reference.parts), unknown)
         for path, version in unknown.items():
-            if not self._read(path, version):
-                raise self._store.not_found(Reference(*path.split("/")))
+            self._read(path, version)
 
     def _look(self, path: str, unknown: dict[str, FileVersion | None]) -> None:
         """Note what is known of a manifest, or that it is not known."""
@@ -117,8 +119,8 @@ class Catalog:
         if known is None:
             unknown[path] = version
 
-    def _read(self, path: str, version: FileVersion | None) -> bool:
-        """Read a manifest; return False if it is gone by now."""
+    def _read(self, path: str, version: FileVersion | None) -> None:
+        """Read a manifest, or forget one that is gone by now."""
         reference = Reference(*path.split("/"))
         known = None
         error: BlobstoreError | None = None
@@ -130,11 +132,10 @@ class Catalog:
                 error = found.at(quote(self._root + path))
         except ModelNotFound:
             del self._found[path]
-            return False
+            return
         except BlobstoreError as found:
             error = found
         self._found[path] = _Found(version, known, error)
-        return True
 
     def _config(self, data: bytes, manifest: Manifest) -> bytes | None:
         with contextlib.suppress(BlobstoreError):  # reported where the model is used
@@ -201,6 +202,14 @@ def read_catalog(
     return catalog
 
 
+def read_some(store: LocalStore, references: Collection[Reference]) -> Catalog:
+    """Return the entries of some names alone; those that do not exist have none."""
+    # What is known of all others takes as long to read as these manifests.
+    catalog = Catalog(store, References() if len(references) <= _FEW else store.known_references())
+    catalog.read(references)
+    return catalog
+
+
 def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> list[CatalogEntry]:
     """Return the entries of some names, each once.
 
@@ -209,8 +218,11 @@ def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> li
         StoreError: the store is not a folder.
     """
     store.check_root()
-    catalog = Catalog(store, References())
-    catalog.read(map(Reference.of, references))
+    names = list(map(Reference.of, references))
+    catalog = read_some(store, names)
+    for name in names:
+        if catalog.get(name) is None:
+            raise store.not_found(name)
     return list(catalog)
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 from array import array
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import BlobId
-from blobstore.errors import Damaged
+from blobstore.errors import Damaged, StoreError
 from blobstore.models import metrics
 from blobstore.models.published import scheme_in
 from blobstore.operations.sign.report import signatures_of
 from blobstore.operations.sign.require_trust import policy_keys
-from blobstore.store.catalog import read_catalog
+from blobstore.store.catalog import read_catalog, read_some
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import Digest
-    from blobstore.errors import BlobstoreError, StoreError
+    from blobstore.errors import BlobstoreError
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.sign.report import CheckedSignature
@@ -98,6 +99,7 @@ def choose_models(
     is_chosen: Callable[[Reference, Digest | None], bool] = lambda *_: True,
     *,
     repositories: Collection[Reference] = (),
+    read_shared: bool = True,
     read_sources: bool,
     read_signatures: bool,
     read_metrics: bool,
@@ -105,10 +107,17 @@ def choose_models(
 ) -> tuple[ListedModel, ...]:
     """Return those models that are chosen by name and digest, as :func:`list_models` does.
 
-    With ``repositories``, only those that are tags of them.
+    With ``repositories``, only those that are tags of them. Then no other model is read unless ``read_shared``, and
+    :attr:`ListedModel.shared` is 0.
     """
-    catalog = read_catalog(store, on_error=on_error)
-    counts, references = Holdings(store, catalog).counts, catalog.references
+    if repositories and not read_shared:
+        names = {name for name in _tags(store, repositories, on_error) if is_chosen(name, None)}
+        catalog = read_some(store, sorted(names, key=attrgetter("parts")))
+        counts: Sequence[int] = (0,) * len(catalog.references)
+    else:
+        catalog = read_catalog(store, on_error=on_error)
+        counts = Holdings(store, catalog).counts
+    references = catalog.references
     # Summed by number without a loop in Python: there may be millions of references.
     sizes = zip(references.sizes, counts, strict=True)
     shared = array("Q", [size if count > 1 else 0 for size, count in sizes])
@@ -143,6 +152,21 @@ def choose_models(
 
     entries = catalog.of_repositories(repositories) if repositories else catalog
     return tuple(listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
+
+
+def _tags(
+    store: LocalStore,
+    repositories: Iterable[Reference],
+    on_error: Callable[[StoreError], object] | None,
+) -> Iterator[Reference]:
+    store.check_root()
+    for repository in repositories:
+        try:
+            yield from store.tags(repository)
+        except StoreError as error:
+            if on_error is None:
+                raise
+            on_error(error)
 
 
 def _metrics(store: LocalStore, entry: CatalogEntry) -> Mapping[str, float]:

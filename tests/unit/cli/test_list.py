@@ -150,6 +150,20 @@ def test_lists_what_patterns_match(
     assert run("list", "--quiet", *patterns).stdout.splitlines() == found
 
 
+def test_shows_what_named_models_share_only_if_asked(stored: LocalStore) -> None:
+    run("cp", "dense", "dense:v2")
+    run("cp", "dense", "a")
+    heading, *rows = run("list", "dense", "a").stdout.splitlines()
+    assert heading.split() == ["NAME", "ID", "SIZE", "MODIFIED"]
+    assert [row.split()[0] for row in rows] == ["a:latest", "dense:latest", "dense:v2"]
+    for options in (["--verbose"], ["--sort", "shared"]):
+        heading, row = run("list", "a", *options).stdout.splitlines()
+        assert "SHARED" in heading
+        assert row.split()[2:6] == ["2.1", "kB", "2.1", "kB"]
+    (model,) = run_json("list", "a")["models"]
+    assert model["shared_bytes"] == model["bytes"]
+
+
 def test_lists_a_model_by_the_start_of_its_id(stored: LocalStore, moe: Path) -> None:
     run("create", moe, "moe")
     digest = run_json("list", "dense")["models"][0]["digest"].removeprefix("sha256:")

@@ -17,9 +17,10 @@ from blobstore.core.files import FileVersion, read_regular
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import measure_models, measure_usage
 from blobstore.operations.describe.info import model_info
-from blobstore.operations.describe.list import list_models
+from blobstore.operations.describe.list import choose_models, list_models
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -335,6 +336,20 @@ def save_model(store: LocalStore) -> None:
     blobstore.save({"new": np.zeros(3)}, "saved", store=store)
 
 
+def list_one(store: LocalStore) -> None:
+    (found,) = choose_models(
+        store,
+        lambda name, _: str(name) == "c:latest",
+        repositories=[Reference.parse("c")],
+        read_shared=False,
+        read_sources=False,
+        read_signatures=False,
+        read_metrics=False,
+        on_error=None,
+    )
+    assert found.digest is not None
+
+
 @pytest.mark.parametrize(
     ("command", "reads_names"),
     [
@@ -344,12 +359,13 @@ def save_model(store: LocalStore) -> None:
         (lambda store: verify_models(["c"], store=store), False),
         (lambda store: copy_model("c", "new", store=store), False),
         (lambda store: list_models(store=store), True),
+        (list_one, False),
         (lambda store: model_info("c", store=store), True),
         (lambda store: measure_models(["c"], store=store), True),
         (lambda store: freeze_models(["c"], store=store), True),
         (lambda store: remove_models(["c"], store=store), True),
     ],
-    ids=["open", "save", "show", "verify", "cp", "list", "info", "du", "freeze", "rm"],
+    ids=["open", "save", "show", "verify", "cp", "list", "list NAME", "info", "du", "freeze", "rm"],
 )
 def test_a_command_on_one_model_asks_the_status_of_no_file_of_another(
     store: LocalStore,
