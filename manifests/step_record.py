@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
+from blobstore.manifests import media_types
 from blobstore.manifests.plain_values import decode, depth_checked, encode, is_unicode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.plain_values import Kind
     from blobstore.manifests.reference import Reference
 
@@ -271,6 +273,14 @@ def is_state(reference: Reference) -> bool:
 def step_of(reference: Reference) -> Reference:
     """Return the name of the step that a name belongs to."""
     return replace(reference, tag=reference.tag.removesuffix(STATE))
+
+
+def is_state_of(state: Manifest, model: Manifest) -> bool:
+    """Return whether a state has the tensors of a model. If not, one of the two was replaced without the other."""
+    own, every = (
+        {layer.digest for layer in its.layers_of(media_types.TENSOR)} for its in (model, state)
+    )
+    return own <= every
 
 
 def stored_name(key: str, model: str) -> str:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quote, quote_place
+from blobstore.core.escape import quote
 from blobstore.errors import (
     BlobDamaged,
-    BlobstoreError,
     InvalidReference,
     ModelNotFound,
     NotFound,
     UsageError,
 )
-from blobstore.manifests import media_types
-from blobstore.manifests.reference import Reference, is_alias_of
+from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import (
     RECORD_FILE,
     StepRecord,
-    is_state,
+    is_state_of,
     join,
     state_of,
     stored_name,
@@ -32,13 +30,12 @@ from blobstore.store.catalog import read_entry
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
     from blobstore.operations.open import Framework, Verify
-    from blobstore.store.catalog import CatalogEntry
 
 _FRAMEWORKS: Mapping[str | None, Framework] = {"pt": "torch", "mlx": "mlx"}
 """By the format that the metadata of a file name."""
@@ -76,8 +73,12 @@ def load(
         with open_step(reference, store, framework="numpy", verify="none") as model:
             framework = _framework_of(model)
     with open_step(reference, store, framework=framework, device=device, verify=verify) as model:
-        record = record_of(model)
-        found = model.state_dict()
+        return read_state(model)
+
+
+def read_state(model: Model[Any]) -> Any:
+    """Return the state that an open model has. Raises BlobDamaged."""
+    record, found = record_of(model), model.state_dict()
     kinds: Mapping[type, tuple[str, Kind]] = {}
     if "torch" in (model.framework, _framework_of(model)):
         with contextlib.suppress(ImportError):
@@ -96,7 +97,11 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
         prefix, options["cache"] = f"{str(store).rstrip('/')}/", "none"
     else:
         options["store"] = store
-    for name in (*_states(reference, store), reference):
+    names = [reference]
+    with contextlib.suppress(InvalidReference):  # it would be too long
+        if prefix or _has_state(LocalStore.of(store), reference):
+            names.insert(0, state_of(reference))
+    for name in names:
         with contextlib.suppress(NotFound):
             model: Model[Any] = open_model(f"{prefix}{name}", **options)
             if not prefix or name == reference or _is_remote_state(model, f"{prefix}{reference}"):
@@ -108,81 +113,42 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
     )
 
 
-def _states(reference: Reference, store: StoreLike) -> Iterator[Reference]:
-    """Yield the name that has all of the step, if there is one: for an alias, that of the step that it is of.
-
-    A state whose model has been replaced since is that of another step. Raises UsageError if steps of an alias differ.
-    """
-    with contextlib.suppress(InvalidReference):  # it would be too long
-        if is_address(store) or _state_entry(LocalStore.of(store), reference):
-            yield state_of(reference)
-            return
-    store = LocalStore.of(store)
-    model = _data(store, reference)
-    if model is None or is_state(reference):
-        return
-    equal = {
-        name: _state_entry(store, name)
-        for name in store.tags(reference)
-        if not is_state(name) and is_alias_of(reference, name) and _data(store, name) == model
-    }
-    steps = [name for name, state in equal.items() if state]
-    # The alias may be that of a step which has lost its state; other aliases never had one.
-    steps += [name for name in equal if steps and not (equal[name] or is_alias_of(name, steps[0]))]
-    if len({state and state.digest for state in map(equal.get, steps)}) > 1:
-        names = " and ".join(map(quote, steps[:2]))
-        raise UsageError(
-            f"{quote(reference)} can be {names}, which have equal models; load one of them"
-        )
-    yield from map(state_of, steps[:1])
-
-
-def _data(store: LocalStore, reference: Reference) -> bytes | None:
-    with contextlib.suppress(BlobstoreError):  # reported where the model is used
-        return store.read_manifest(reference)
-    return None
-
-
-def _state_entry(store: LocalStore, step: Reference) -> CatalogEntry | None:
-    """Return the entry of the state of a step, unless its model was replaced since."""
+def _has_state(store: LocalStore, step: Reference) -> bool:
+    """Return whether a step has its state: not if its model was replaced since."""
     with contextlib.suppress(ModelNotFound):
         state = read_entry(store, state_of(step))
         with contextlib.suppress(ModelNotFound):
             model = read_entry(store, step)
             if state.modified <= model.modified and state.manifest and model.manifest:
                 # The state is named first: one that is newer is of a step that is being replaced.
-                return state if _has_all(state.manifest, model.manifest) else None
-        return state
-    return None
+                return is_state_of(state.manifest, model.manifest)
+        return True
+    return False
 
 
 def _is_remote_state(state: Model[Any], address: str) -> bool:
-    """Return whether a state is that of the model at an address, if there is one.
-
-    Raises:
-        UsageError: it is that of another one, which was replaced or is being saved.
-    """
+    """Return whether a state is that of the model at an address, if there is one. Raises as :func:`check_is_state_of`."""
     with (
         contextlib.suppress(NotFound),
         open_model(address, verify="none", cache="none") as model,
     ):
         if RECORD_FILE in model.files:
             return False
-        if not _has_all(state.manifest, model.manifest):
+        try:
+            check_is_state_of(state.manifest, model)
+        except UsageError:
             state.close()
-            raise UsageError(
-                f"{quote(state.reference)} is not the state of the model {quote_place(address)}, which was replaced "
-                "or is being saved"
-            )
+            raise
     return True
 
 
-def _has_all(state: Manifest, model: Manifest) -> bool:
-    """Return whether a state has the tensors of a model."""
-    own, every = (
-        {layer.digest for layer in its.layers_of(media_types.TENSOR)} for its in (model, state)
-    )
-    return own <= every
+def check_is_state_of(state: Manifest, model: Model[Any]) -> None:
+    """Check that a state and a model are of one step. Raises UsageError."""
+    if not is_state_of(state, model.manifest):
+        raise UsageError(
+            f"the model {quote(model.reference)} is not that of its state: one was replaced, or is being saved",
+            advice="load the name of the state, which has everything, or save the step again",
+        )
 
 
 def record_of(model: Model[Any], part: str = "") -> StepRecord:

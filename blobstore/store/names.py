@@ -244,24 +244,19 @@ class Names:
                 undo.pop_all()
         return former
 
-    def place(self, update: NameUpdate, data: bytes, blobs: Sequence[Descriptor]) -> bytes | None:
-        """Give a name while the caller holds the exclusive lock; return the manifest that it replaces.
+    def place(self, *models: NewModel) -> list[bytes | None]:
+        """Give names while the caller holds the exclusive lock; return the manifests that they replace.
 
-        The replaced one is kept until gc removes its blobs. None means that the name was free, had this
+        A replaced one is kept until gc removes its blobs. None means that the name was free, had this
         manifest already, or had one that cannot be read.
-
-        Args:
-            update: the name, and what it had when the caller looked.
-            data: the bytes of the manifest, which are written unchanged.
-            blobs: the blobs that it references.
 
         Raises:
             OSError: the store cannot be written. Otherwise as :meth:`install`.
         """
-        model = NewModel(update, data, blobs)
-        self._check(model)
-        self._make_folders(model.update.reference)
-        return self._give(model)
+        for model in models:
+            self._check(model)
+        self._make_folders(*(model.update.reference for model in models))
+        return [self._give(model) for model in models]
 
     def _make_folders(self, *references: Reference) -> None:
         """Make the folders of names durably; nothing that is temporary has to be."""

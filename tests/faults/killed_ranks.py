@@ -55,6 +55,7 @@ class Point(NamedTuple):
     is_after: bool
     names: frozenset[str] = frozenset()
     """Names of the step that are complete then."""
+    step: str = "run:step-2"
 
 
 POINTS = {
@@ -69,6 +70,9 @@ POINTS = {
     "coordinator whose blobs have names": Point(0, Ingest, "publish", 1, is_after=True),
     "coordinator between the two names": Point(
         0, Names, "_give", 1, is_after=True, names=frozenset({"run:step-2.state"})
+    ),
+    "coordinator between the two names of a step that is replaced": Point(
+        0, Names, "_give", 1, is_after=True, step="run:step-1"
     ),
 }
 
@@ -116,7 +120,8 @@ def _work(rank: int, port: int, store: Path, point: Point | None, ready: int = -
     if point is None:
         dist.barrier()
         os.write(ready, b".")
-    save(state, checkpoint_id="run:step-2", storage_writer=writer)
+    name = "run:step-2" if point is None else point.step
+    save(state, checkpoint_id=name, storage_writer=writer)
 
 
 def _kill_at(point: Point, folder: Path) -> None:
@@ -148,28 +153,37 @@ def _names(store: LocalStore) -> frozenset[str]:
     return frozenset(str(reference) for reference in store.references())
 
 
-def _load(store: Path, step: int) -> None:
+def _load(store: Path, name: int, step: int) -> None:
     expected, found = _state(step, is_sharded=False), _state(0, is_sharded=False)
-    load(found, checkpoint_id=f"run:step-{step}", storage_reader=StoreReader(store))
+    load(found, checkpoint_id=f"run:step-{name}", storage_reader=StoreReader(store))
     assert found["step"] == step
-    for name, tensor in expected["model"].items():
-        assert torch.equal(found["model"][name], tensor), name
+    assert torch.equal(found["optimizer"]["m"], expected["optimizer"]["m"])
+    for key, tensor in expected["model"].items():
+        assert torch.equal(found["model"][key], tensor), key
 
 
 _FIRST = frozenset({"run:step-1", "run:step-1.state"})
 _STATE, _BOTH = frozenset({"run:step-2.state"}), frozenset({"run:step-2", "run:step-2.state"})
 
 
-def _check(folder: Path, expected: Collection[frozenset[str]]) -> frozenset[str]:
-    """Check what is left after a rank was killed; return the names that its step has."""
+def _check(
+    folder: Path, expected: Collection[frozenset[str]], *, is_replaced: bool = False
+) -> frozenset[str]:
+    """Check what is left after a rank was killed; return the names that its step has.
+
+    ``is_replaced`` is whether the second step was to replace the first one, whose state it has.
+    """
     store = LocalStore(folder)
     names = _names(store)
     assert names >= _FIRST, names
     assert names - _FIRST in expected, names
     assert verify_models(store=store).faults == ()
-    _load(folder, 1)
+    _load(folder, 1, 2 if is_replaced else 1)  # all of it is from one step
+    with blobstore.open("run:step-1", store=store, framework="torch") as model:
+        for name, tensor in _state(1, is_sharded=False)["model"].items():
+            assert torch.equal(model[name], tensor), name
     if names > _FIRST:
-        _load(folder, 2)  # the name of all of its state is complete
+        _load(folder, 2, 2)  # the name of all of its state is complete
     # Nobody holds what the dead have left.
     assert store.read_leases().held == {}
     collect_garbage(store=store, older_than=0)
@@ -179,7 +193,7 @@ def _check(folder: Path, expected: Collection[frozenset[str]]) -> frozenset[str]
         checkpoint_id="run:step-2",
         storage_writer=StoreWriter(folder, model="model"),
     )
-    _load(folder, 2)
+    _load(folder, 2, 2)
     assert _names(store) == _FIRST | _BOTH
     return names - _FIRST
 
@@ -226,7 +240,7 @@ def main() -> None:
         folder = root / str(index)
         shutil.copytree(start, folder)
         _kill_at(point, folder)
-        _check(folder, [point.names])
+        _check(folder, [point.names], is_replaced=point.step == "run:step-1")
     assert blobstore.open("run:step-1", store=start)
 
 

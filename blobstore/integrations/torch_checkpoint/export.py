@@ -18,7 +18,7 @@ from blobstore.manifests.file_names import is_valid_part
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import step_of
 from blobstore.operations.export.export import Exported, export_model
-from blobstore.operations.load import load
+from blobstore.operations.load import check_is_state_of, open_step, read_state
 from blobstore.operations.open import open_model
 from blobstore.sources.training import TRAINER_STATE
 
@@ -58,9 +58,8 @@ def export_checkpoint(
     """
     started = time.monotonic()
     target = resolve_target(folder, force=force)
-    with open_model(Reference.of(reference), store=store, verify="none") as model:
-        planner = _Planner(Meter(progress, model.nbytes))
-    state = load(reference, store=store, framework="torch", verify="digest")
+    with open_step(reference, store, framework="torch", verify="digest") as model:
+        planner, state = _Planner(Meter(progress, model.nbytes)), read_state(model)
     with atomic_folder(target, force=force) as new:
         # What save does on one rank, without its warning that there is one, and with our errors.
         writer = FileSystemWriter(new)
@@ -91,11 +90,14 @@ def export_trainer(
         progress: called for the model.
 
     Raises:
-        UsageError: the step has no state of the Trainer. Otherwise as :func:`export_checkpoint`.
+        UsageError: the step has no state of the Trainer, or its model or its state was replaced without the other.
+            Otherwise as :func:`export_checkpoint`.
     """
     started = time.monotonic()
     target = resolve_target(folder, force=force)
-    state = load(reference, store=store, framework="torch", verify="digest")
+    step = step_of(Reference.of(reference))
+    with open_step(reference, store, framework="torch", verify="digest") as model:
+        manifest, state = model.manifest, read_state(model)
     found = {f"{part}{'.pth' if f'{part}'[:3] == 'rng' else '.pt'}": state[part] for part in state}
     parts = [
         name for name in found if is_valid_part(name) and any_glob_matches(name, TRAINER_STATE)
@@ -103,8 +105,10 @@ def export_trainer(
     if not parts:
         raise UsageError(f"{reference} has no optimizer and no other part of the Trainer's state")
     with atomic_folder(target, force=force) as new:
-        step = step_of(Reference.of(reference))
         exported = export_model(step, new, store=store, progress=progress)
+        # Only now: it may have been replaced since.
+        with open_model(step, store=store, verify="none") as model:
+            check_is_state_of(manifest, model)
         for name in parts:
             with (new / name).open("xb") as file:
                 torch.save(found[name], file)

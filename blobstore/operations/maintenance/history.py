@@ -12,7 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import Named
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start
-from blobstore.store.names import ABSENT
+from blobstore.store.names import ABSENT, NewModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def restore_model(
                 f"{quote(reference)} cannot be restored to {former.digest.short}: gc has removed "
                 "some of its blobs"
             )
-        store.names.place(seen.to(former.digest), former.data, blobs)
+        store.names.place(NewModel(seen.to(former.digest), former.data, blobs))
     replaced = seen.old not in (ABSENT, former.digest)
     return Named(source=reference, target=reference, digest=former.digest, replaced=replaced)
 

@@ -8,6 +8,7 @@ one is removed.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,14 +17,21 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidManifest, NameConflict, UsageError
+from blobstore.errors import (
+    InvalidManifest,
+    InvalidReference,
+    ModelNotFound,
+    NameConflict,
+    UsageError,
+)
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference, is_alias_of
+from blobstore.manifests.step_record import is_state_of, state_of
 from blobstore.operations.maintenance.lost_manifests import GRACE
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
-from blobstore.store.names import ABSENT
+from blobstore.store.names import ABSENT, NewModel
 from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
@@ -82,7 +90,8 @@ def copy_model(
     """Give a model a second name, durably. The manifest is copied byte for byte.
 
     A tag is an alias if an older tag of the same name has its manifest, as ``run:500`` that of ``run:best``. An
-    alias moves to another model of that name without ``force``: no model loses its own name.
+    alias moves to another model of that name without ``force``: no model loses its own name. Within a name, the
+    state of a step goes with it: a copy of ``run:500`` and ``run:500.state`` is ``run:best`` and ``run:best.state``.
 
     Args:
         source: the model's name.
@@ -189,11 +198,7 @@ def _rename(
         raise UsageError(f"{quote(source)} has that name already")
     store.read_manifest(source)  # fails before a lock is created in a store that does not exist
     with store.writing(), store.exclusive_lock():
-        data = store.read_manifest(source)
-        try:
-            manifest = Manifest.from_bytes(data)
-        except InvalidManifest as error:
-            raise error.at(quote(store.manifest_path(source))) from None
+        data, manifest = _read(store, source)
         # On a file system that ignores case, removing the old name would remove the new one.
         if not keeps_source and source.full.casefold() == target.full.casefold():
             raise NameConflict(
@@ -204,12 +209,16 @@ def _rename(
         is_alias = (
             keeps_source and isinstance(before, Digest) and _is_alias(store, source, target, before)
         )
-        update = store.names.claim(target, digest, force=force or is_alias)
+        force = force or is_alias
+        state = _state(store, source, manifest, target, force=force)
+        update = store.names.claim(target, digest, force=force)
         with interrupts.deferred():
-            store.names.place(update, data, manifest.blobs)
-            # The new name is durable by now, so a crash leaves at least one of the two.
+            if not state and before not in (ABSENT, digest):
+                _drop_state(store, target, manifest)
+            store.names.place(*state, NewModel(update, data, manifest.blobs))
+            # The new names are durable by now, so a crash leaves at least one of each two.
             if not keeps_source:
-                store.names.remove(source)
+                store.names.remove(*(state_of(source) for _ in state), source)
     return Named(
         source=source,
         target=target,
@@ -217,6 +226,38 @@ def _rename(
         replaced=before not in (ABSENT, digest),
         is_new=before != digest,
     )
+
+
+def _read(store: LocalStore, reference: Reference) -> tuple[bytes, Manifest]:
+    data = store.read_manifest(reference)
+    try:
+        return data, Manifest.from_bytes(data)
+    except InvalidManifest as error:
+        raise error.at(quote(store.manifest_path(reference))) from None
+
+
+def _state(
+    store: LocalStore, source: Reference, manifest: Manifest, target: Reference, *, force: bool
+) -> list[NewModel]:
+    """Return the state of a step with the name that it gets, if it stays in its run: it goes where the model goes."""
+    if target.parts[:-1] != source.parts[:-1]:
+        return []
+    with contextlib.suppress(InvalidReference, ModelNotFound):  # the name would be too long
+        data, state = _read(store, state_of(source))
+        if is_state_of(state, manifest):
+            update = store.names.claim(state_of(target), Digest.of(data), force=force)
+            return [NewModel(update, data, state.blobs)]
+    return []
+
+
+def _drop_state(store: LocalStore, step: Reference, model: Manifest) -> None:
+    """Remove the state of the model that a step had, if it can get another one: they could be equal."""
+    for blob in model.blobs:
+        store.check_size(blob.digest, blob.size)
+    with contextlib.suppress(InvalidReference, InvalidManifest, ModelNotFound):
+        store.read_manifest(state_of(step))
+        store.names.keep_former([state_of(step)])
+        store.names.remove(state_of(step))
 
 
 def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:

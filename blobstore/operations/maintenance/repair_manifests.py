@@ -17,7 +17,7 @@ from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
 from blobstore.operations.sign.require_trust import read_policy
 from blobstore.remotes.signatures import SelectedSignatures
-from blobstore.store.names import NameUpdate
+from blobstore.store.names import NameUpdate, NewModel
 from blobstore.store.quarantine import quarantine_copy
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def restore_manifests(
             quarantined = None if damaged is None else quarantine_copy(store, damaged)
             update = NameUpdate(reference, old, new)
             try:  # blobs are not checked: they are repaired once the manifest lists them
-                store.names.place(update, intact, ())
+                store.names.place(NewModel(update, intact, ()))
             except NameConflict:  # it stays lost
                 continue
         yield Restored(reference, manifest, quarantined, len(signatures.data))

@@ -128,7 +128,7 @@ def test_an_alias_and_object_storage_have_the_state(store: LocalStore, tmp_path:
         assert_same(blobstore.load("run:1", store=bucket), state)
     blobstore.save({"w": torch.ones(2)}, "other", store=store)
     blobstore.push("other", f"{bucket}/run:1", store=store)
-    with pytest.raises(UsageError, match="'run:1.state' is not the state of the model 'file:"):
+    with pytest.raises(UsageError, match="the model 'run:1' is not that of its state"):
         blobstore.load("run:1", store=bucket)
     state = {"w": torch.ones(2), "step": 2}
     blobstore.save(state, "run:1", store=bucket)
@@ -162,26 +162,30 @@ def test_a_state_that_is_newer_than_its_model_is_of_a_step_that_is_replaced(
     assert_same(blobstore.load("run:1", store=store), plain())
 
 
-def test_equal_models_lend_no_state_to_each_other(store: LocalStore) -> None:
+def test_a_copy_has_the_state_of_its_own_step(store: LocalStore) -> None:
     for step in (1, 2):
         blobstore.save(plain() | {"step": step}, f"run:{step}", model="model", store=store)
-    blobstore.copy("run:2", "run:best", store=store)
-    with pytest.raises(UsageError, match=r"'run:best' can be 'run:1' and 'run:2'"):
-        blobstore.load("run:best", store=store)
-    blobstore.copy("run:2.state", "run:best.state", store=store)
-    assert blobstore.load("run:best", store=store)["step"] == 2
-    blobstore.remove(["run:2.state", "run:best.state"], store=store)
-    blobstore.copy("run:2", "run:last", store=store)
-    with pytest.raises(UsageError, match=r"'run:best' can be 'run:1' and 'run:2'"):
-        blobstore.load("run:best", store=store)
-    assert_same(blobstore.load("run:2", store=store), plain()["model"])
+    for step in (2, 1):
+        blobstore.copy(f"run:{step}", "run:best", store=store)
+        assert blobstore.load("run:best", store=store)["step"] == step
+    blobstore.remove(["run:1", "run:1.state"], store=store)
+    assert blobstore.load("run:best", store=store)["step"] == 1
+    assert_same(blobstore.load("run:2", store=store), plain() | {"step": 2})
+    blobstore.save(plain()["model"], "run:other", store=store)  # an equal model, and not a copy
+    assert_same(blobstore.load("run:other", store=store), plain()["model"])
 
 
-def test_an_alias_of_one_step_has_its_state_next_to_other_aliases(store: LocalStore) -> None:
-    blobstore.save(plain(), "run:1", model="model", store=store)
-    for alias in ("best", "last"):
-        blobstore.copy("run:1", f"run:{alias}", store=store)
-    assert_same(blobstore.load("run:last", store=store), plain())
+def test_a_step_that_is_replaced_is_loaded_from_its_state_alone(store: LocalStore) -> None:
+    old, new = plain(), plain() | {"model": {"w": torch.ones(2)}, "step": 4}
+    blobstore.save(old, "run:1", model="model", store=store)
+    blobstore.copy("run:1", "run:best", store=store)
+    blobstore.save(new, "run:2", model="model", store=store)
+    blobstore.copy("run:2.state", "run:1.state", store=store, force=True)  # the other name is next
+    assert_same(blobstore.load("run:1", store=store), new)
+    assert_same(dict(blobstore.open("run:1", store=store, framework="torch")), old["model"])
+    assert_same(blobstore.load("run:best", store=store), old)
+    blobstore.copy("run:1", "run:last", store=store)  # the model alone
+    assert_same(blobstore.load("run:last", store=store), old["model"])
 
 
 def test_other_manifests_are_not_read(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
-from blobstore.store.names import replace_any
+from blobstore.store.names import NewModel, replace_any
 from blobstore.store.notes import NoteKind
 from blobstore.store.scan import folders_and_files
 from tests.support import sandbox
@@ -148,7 +148,7 @@ def test_a_manifest_is_placed_byte_for_byte(store: LocalStore) -> None:
     manifest = publish(store, "other")
     data = b"  " + manifest.to_bytes()
     store.folder("temporary").rmdir()  # as in a store of Ollama's
-    store.names.place(replace_any(NAME), data, manifest.blobs)
+    store.names.place(NewModel(replace_any(NAME), data, manifest.blobs))
     assert store.read_manifest(NAME) == data
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import blobstore
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint import (
     StoreWriter,
     export_checkpoint,
@@ -157,6 +157,19 @@ def test_a_state_becomes_the_folder_again(
     for name in ("config.json", "trainer_state.json", "training_args.bin"):
         assert (tmp_path / "out" / name).read_bytes() == (trained / name).read_bytes()
     assert exported.files == len(list((tmp_path / "out").iterdir()))
+
+
+def test_a_model_and_a_state_of_two_steps_make_no_folder(
+    trained: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    folder = write_trainer_folder(tmp_path / "checkpoint-4", steps=4)
+    blobstore.create(folder, "run:4", store=store, state=True)
+    blobstore.copy("run:4.state", "run:3.state", store=store, force=True)
+    with pytest.raises(UsageError, match="the model 'run:3' is not that of its state"):
+        export_trainer("run:3", tmp_path / "out", store=store)
+    assert not (tmp_path / "out").exists()
+    blobstore.create(trained, "run:3", store=store, state=True)
+    export_trainer("run:3", tmp_path / "out", store=store)
 
 
 def test_the_files_have_no_more_than_their_tensors(

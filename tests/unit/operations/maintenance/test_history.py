@@ -17,7 +17,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store import history
 from blobstore.store.local import LocalStore
-from blobstore.store.names import replace_any
+from blobstore.store.names import NewModel, replace_any
 from blobstore.store.scan import list_names
 from tests.support.frozen import put
 from tests.support.models import write_folder
@@ -169,7 +169,7 @@ def test_a_manifest_that_cannot_be_read_is_no_former_model(store: LocalStore) ->
     store.manifest_path("second").write_bytes(b"{")
     data = store.read_manifest("first")
     with store.writing(), store.exclusive_lock():
-        assert store.names.place(replace_any("second"), data, []) is None
+        assert store.names.place(NewModel(replace_any("second"), data, [])) == [None]
     assert model_history("second", store=store) == ()
 
 
