@@ -18,6 +18,8 @@ from blobstore.core.escape import quote
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from blobstore.safetensors.cuda import CallerStream
+
 
 class TensorQueue:
     """The tensors of an iterator by name, in any order and from any thread.
@@ -25,15 +27,18 @@ class TensorQueue:
     Args:
         tensors: yields names and tensors. Only one thread runs it at a time.
         rename: returns the tensors under which a tensor is taken, such as the parts of a stack.
+        stream: the stream of a GPU that the thread which takes a tensor continues on; for other devices None.
     """
 
     def __init__(
         self,
         tensors: Iterator[tuple[str, torch.Tensor]],
         rename: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+        stream: CallerStream | None = None,
     ) -> None:
         self._tensors = tensors
         self._rename = rename
+        self._stream = stream
         self._arrived: dict[str, torch.Tensor] = {}
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -44,6 +49,8 @@ class TensorQueue:
 
     def take(self, name: str) -> torch.Tensor:
         """Return a tensor, which can be taken once. Raises as the iterator does, for all threads."""
+        if self._stream is not None:
+            self._stream.enter()
         with self._lock:
             while name not in self._arrived:
                 if self._error is not None:

@@ -48,6 +48,7 @@ with optional_libraries():
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from blobstore.integrations.lazy_tensors import TensorQueue
+    from blobstore.safetensors.cuda import CallerStream
     from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor, with_type
 
 if TYPE_CHECKING:
@@ -270,7 +271,8 @@ def _source_state(
         return
     meta = torch.device("meta")
     empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
-    queue = TensorQueue(model.iter_tensors(names.prefix), names.rename)
+    stream = CallerStream.of(device)
+    queue = TensorQueue(model.iter_tensors(names.prefix), names.rename, stream)
     with contextlib.closing(queue):
         yield queue.lazy(names.rename(empty)) | others, others.keys()
 

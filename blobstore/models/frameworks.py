@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.quantization.formats import QuantFormat
+    from blobstore.safetensors.cuda import CallerStream
 
     Convert = Callable[[mmap.mmap | memoryview, int, TensorSpec], Any]
 
@@ -174,6 +175,14 @@ class ArrayTarget:
         from blobstore.safetensors.cuda import TorchDeviceStream
 
         return TorchDeviceStream(self.device)
+
+    def caller_stream(self) -> CallerStream | None:
+        """Return the current stream of the device, for threads that make arrays; None if it has no streams."""
+        if not self.has_stream:
+            return None
+        from blobstore.safetensors.cuda import CallerStream
+
+        return CallerStream.of(self.device)
 
 
 def original_dtype(item: QuantFormat, scale: DType | None) -> FloatName:

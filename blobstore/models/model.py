@@ -468,7 +468,8 @@ class Model(ModelFiles, Mapping[str, Array]):
         items = list((dict.fromkeys(self) if plan is None else plan).items())
         for name, _ in items:
             self._check_name(name)
-        found = groups(self._index, self._memory, self._slices, items, self.__getitem__)
+        stream = self._target.caller_stream()
+        found = groups(self._index, self._memory, self._slices, items, self.__getitem__, stream)
         return PrefetchLoader(found, threads=threads, bytes_in_flight=bytes_in_flight)
 
     def state_dict(self) -> dict[str, Array]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from blobstore.models.header_index import TensorIndex
     from blobstore.models.memory import ModelMemory
     from blobstore.models.slices import SliceReader
+    from blobstore.safetensors.cuda import CallerStream
 
     Item = tuple[str, Index | None]
 
@@ -76,6 +77,7 @@ class BlobGroup:
         sizes: the bytes of each tensor, or of its part.
         items: names and indexes; None means all of a tensor.
         whole: returns all of a tensor.
+        stream: the stream of the GPU that they are made on.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class BlobGroup:
         sizes: Mapping[str, int],
         items: Sequence[Item],
         whole: Callable[[str], Any],
+        stream: CallerStream | None,
     ) -> None:
+        self.stream = stream
         self.sizes = {name: sizes[name] for name, _ in items}
         self._index = index
         self._memory = memory
@@ -134,6 +138,7 @@ def groups(
     slices: SliceReader,
     items: Sequence[Item],
     whole: Callable[[str], Any],
+    stream: CallerStream | None,
 ) -> Iterator[BlobGroup]:
     """Yield tensors in the order of their blobs, small neighbours together. Raises as :class:`BlobGroup`."""
     sizes = {name: _size(slices, name, part) for name, part in items}
@@ -142,12 +147,12 @@ def groups(
     nbytes = 0
     for item in ordered:
         if current and nbytes >= _GROUP:
-            yield BlobGroup(index, memory, slices, sizes, current, whole)
+            yield BlobGroup(index, memory, slices, sizes, current, whole, stream)
             current, nbytes = [], 0
         current.append(item)
         nbytes += sizes[item[0]]
     if current:
-        yield BlobGroup(index, memory, slices, sizes, current, whole)
+        yield BlobGroup(index, memory, slices, sizes, current, whole, stream)
 
 
 def _size(slices: SliceReader, name: str, index: Index | None) -> int:

@@ -5,6 +5,8 @@ tensor was allocated, because the memory may still be in use by that work. The c
 the copies before it receives a tensor. So a tensor can be freed at any time without synchronisation: the
 caller's stream is then past its copies.
 
+A thread that works for a caller does so on the caller's stream (:class:`CallerStream`).
+
 On the CPU, copies are synchronous.
 """
 
@@ -122,6 +124,36 @@ class TorchStagingBuffer:
         # A context manager would switch back to the first device and allocate memory there.
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
+
+
+class CallerStream:
+    """The stream that is current for the thread that makes this, for threads that work in its place.
+
+    A new thread has the first device and the default stream: ``cuda`` would be another device there, and what the
+    thread requests would race with the caller.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    @classmethod
+    def of(cls, device: str) -> CallerStream | None:
+        """Return the stream of a CUDA device, which may be given as a number; None for other devices."""
+        is_number = device.isdigit()
+        if not (is_number or device.partition(":")[0] == "cuda") or not torch.cuda.is_available():
+            return None
+        return cls(torch.cuda.current_stream(int(device) if is_number else device))
+
+    def enter(self) -> None:
+        """Make the stream and its device current in this thread, which does nothing else."""
+        torch.cuda.set_stream(self._stream)
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Let the current stream of this thread use a tensor that was made on the caller's."""
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            current.wait_stream(self._stream)
+            tensor.record_stream(current)
 
 
 def host_buffer(nbytes: int, *, is_pinned: bool) -> torch.Tensor:

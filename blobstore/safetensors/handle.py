@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.safetensors.cuda import CallerStream
     from blobstore.safetensors.header import TensorEntry
     from blobstore.safetensors.plans import FileGroup
     from blobstore.safetensors.reader import Reader
@@ -112,6 +113,14 @@ class _Tensors:
             return self.read(self.entry(spec.name))[index]
         return self.read_slice(spec, selection)
 
+    def stream(self) -> CallerStream | None:
+        """Return the current stream of a GPU; None for other devices."""
+        if self._device == "cpu":
+            return None
+        from blobstore.safetensors.cuda import CallerStream
+
+        return CallerStream.of(self._device)
+
     def groups(self, plan: Plan, device: str | int | None) -> Iterator[FileGroup]:
         """Yield the tensors of a plan that the file has, in groups that are read together."""
         tensors, start = self, self.table.data_start
@@ -125,7 +134,7 @@ class _Tensors:
                 wanted.append(whole(entry, start, partial(tensors.read, entry)))
             else:
                 wanted.append(part(entry, start, index, partial(tensors.read_slice, entry.spec)))
-        return groups(self._reader, wanted)
+        return groups(self._reader, wanted, tensors.stream())
 
 
 class safe_open:  # noqa: N801 - the name that users know

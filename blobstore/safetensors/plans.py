@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.safetensors.cuda import CallerStream
     from blobstore.safetensors.header import TensorEntry
     from blobstore.safetensors.reader import Reader
     from blobstore.safetensors.slices import Selection
@@ -39,7 +40,10 @@ class Wanted(NamedTuple):
 class FileGroup:
     """Neighbouring tensors of a file, which are brought with requests of equal size."""
 
-    def __init__(self, reader: Reader, wanted: Sequence[Wanted]) -> None:
+    def __init__(
+        self, reader: Reader, wanted: Sequence[Wanted], stream: CallerStream | None
+    ) -> None:
+        self.stream = stream
         self._reader = reader
         self._wanted = wanted
         self.sizes: Mapping[str, int] = {one.name: one.nbytes for one in wanted}
@@ -80,7 +84,9 @@ def part(
     return Wanted(spec.name, nbytes, begin + first, begin + last, partial(read, selection))
 
 
-def groups(reader: Reader, wanted: Iterable[Wanted]) -> Iterator[FileGroup]:
+def groups(
+    reader: Reader, wanted: Iterable[Wanted], stream: CallerStream | None = None
+) -> Iterator[FileGroup]:
     """Yield tensors of a file in the order of their bytes, small neighbours together."""
     current: list[Wanted] = []
     scattered: list[Wanted] = []
@@ -92,13 +98,13 @@ def groups(reader: Reader, wanted: Iterable[Wanted]) -> Iterator[FileGroup]:
         if current and (
             one.begin - end > reader.gap or one.end - current[0].begin > reader.request
         ):
-            yield FileGroup(reader, current)
+            yield FileGroup(reader, current, stream)
             current, end = [], 0
         current.append(one)
         end = max(end, one.end)
     if current:
-        yield FileGroup(reader, current)
-    yield from (FileGroup(reader, [one]) for one in scattered)
+        yield FileGroup(reader, current, stream)
+    yield from (FileGroup(reader, [one], stream) for one in scattered)
 
 
 def _extent(spec: TensorSpec, selection: Selection) -> tuple[int, int]:

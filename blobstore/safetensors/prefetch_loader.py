@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Self
 
+    from blobstore.safetensors.cuda import CallerStream
+
 THREADS: Final = 8
 IN_FLIGHT: Final = 1 << 30
 """Bytes of tensors that are loaded, or being loaded, and were not taken yet."""
@@ -24,6 +26,10 @@ _MAX_WAIT: Final = 0.5
 
 class Group(Protocol):
     """Tensors that are loaded together."""
+
+    @property
+    def stream(self) -> CallerStream | None:
+        """The stream of the GPU that :meth:`build` makes them on; for other devices None."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -114,6 +120,7 @@ class _Loading:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.stream = group.stream
         self.sizes = group.sizes
         self.nbytes = sum(self.sizes.values())
         self.is_waiting = True
@@ -148,6 +155,8 @@ class _Work:
         while (following := self._next()) is not None:
             loading, request = following
             try:
+                if loading.stream is not None:
+                    loading.stream.enter()
                 if loading.error is None:
                     request()
             except BaseException as error:  # noqa: BLE001 - raised where the tensor is taken
@@ -230,12 +239,14 @@ class _Work:
     def _handed_out(self, name: str) -> Any:
         if self._is_closed:
             raise SafetensorError("the loader is closed")
-        tensor = self._arrived.pop(name)
+        tensor, loading = self._arrived.pop(name), self.owners[name]
         del self._untaken[name]
-        self._in_flight -= self.owners[name].sizes[name]
+        self._in_flight -= loading.sizes[name]
         self._changed.notify_all()
         if isinstance(tensor, BaseException):
             raise tensor
+        if loading.stream is not None:
+            loading.stream.hand_over(tensor)
         return tensor
 
     def close(self) -> None:

@@ -26,8 +26,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.checks import CHECKS, Registered
+from tests.gpu.checks import Registered
 from tests.gpu.lane import Lane, gpu_count, processor_as_gpu
+from tests.gpu.libraries import CHECKS
 
 NO_GPU = 3
 _BUDGET = 480

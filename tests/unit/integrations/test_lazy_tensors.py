@@ -8,6 +8,9 @@ import torch
 
 from blobstore.errors import BlobDamaged
 from blobstore.integrations.lazy_tensors import TensorQueue
+from blobstore.safetensors.cuda import CallerStream
+from tests.support import fake_cuda
+from tests.support.fake_cuda import Stream
 
 NAMES = [f"layer {number}" for number in range(20)]
 
@@ -92,3 +95,15 @@ def test_closing_frees_what_nobody_took() -> None:
     assert next(arrivals, None) is None
     with pytest.raises(RuntimeError, match="its tensors are closed"):
         tensors["layer 1"].to()
+
+
+def test_threads_take_tensors_on_the_stream_and_device_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = fake_cuda.install(monkeypatch)
+    made = ((name, value(name).to("cuda")) for name in NAMES)
+    with cuda.on(Stream(1)) as current:
+        tensors = lazy(TensorQueue(made, unchanged, CallerStream.of("cuda")))
+        with ThreadPoolExecutor(2) as pool:
+            taken = list(pool.map(lambda name: tensors[name].to("cuda"), NAMES))
+    assert {cuda.stream_of(tensor) for tensor in taken} == {current}

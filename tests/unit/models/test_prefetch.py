@@ -18,7 +18,9 @@ from blobstore.objects.store import ObjectStore, blob_key
 from blobstore.operations.open import Model
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
+from tests.support import fake_cuda
 from tests.support.damage import blob_path
+from tests.support.fake_cuda import Stream
 from tests.support.models import write_folder
 
 WEIGHTS: dict[str, Any] = {
@@ -131,3 +133,21 @@ def test_reading_ahead_begins_again_elsewhere() -> None:
         *([], [], [53]),
         *([], [], [4]),
     ]
+
+
+def test_tensors_are_made_on_the_stream_and_device_of_the_caller(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = fake_cuda.install(monkeypatch)
+    with (
+        cuda.on(Stream(1)) as current,
+        blobstore.open("m", store=store, framework="torch", device="cuda") as model,
+    ):
+        loader = model.prefetch()
+        with cuda.on(Stream(1)) as other:
+            found = dict(loader)
+            assert {name: cuda.values(tensor) for name, tensor in found.items()} == {
+                name: array.tolist() for name, array in WEIGHTS.items()
+            }
+    assert {cuda.stream_of(tensor) for tensor in found.values()} == {current}
+    assert all(cuda.used_on[tensor.data_ptr()] == {other} for tensor in found.values())

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.models.device import transfer
 from blobstore.models.header_index import TensorLocation
-from blobstore.safetensors.cuda import TorchDeviceStream, host_buffer
-from blobstore.safetensors.torch import copy_to, empty_tensor
+from blobstore.safetensors import prefetch, safe_open
+from blobstore.safetensors.cuda import CallerStream, TorchDeviceStream, host_buffer
+from blobstore.safetensors.torch import copy_to, empty_tensor, save_file
+from tests.support import fake_cuda
 from tests.support.dtypes import NAMES
+from tests.support.fake_cuda import FakeCuda, Stream
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -37,6 +42,29 @@ def load(
         parts.append(TensorLocation(spec, 0, begin))
         begin += spec.nbytes
     return dict(transfer(parts, TorchDeviceStream(device), reader(data), buffer=buffer))
+
+
+def send(
+    stream: TorchDeviceStream, tensor: torch.Tensor, data: bytes, *, is_waited_for: bool = False
+) -> Any:
+    """Copy bytes from another thread, as a load does: it makes the stream of copies current."""
+    mark = stream.mark()
+
+    def work() -> Any:
+        staging = stream.staging(len(data))
+        staging.memory[:] = data
+        sent = staging.send([(tensor, 0, 0, len(data))], mark)
+        if is_waited_for:
+            staging.wait()
+        return sent
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return fake_cuda.install(monkeypatch)
 
 
 # Any device
@@ -201,9 +229,10 @@ def test_makes_the_caller_s_stream_wait_for_copies() -> None:
             stream = TorchDeviceStream("cuda")
             tensor = stream.empty(spec)
             tensor.zero_()
-            staging = stream.staging(spec.nbytes)
-            staging.memory[:] = data
-            stream.receive(staging.send([(tensor, 0, 0, spec.nbytes)], stream.mark()))
+            with torch.cuda.stream(stream._stream):
+                torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            stream.receive(send(stream, tensor, data))
+            assert torch.cuda.current_stream() == current
             total = tensor.sum(dtype=torch.int64)  # not the host, but the stream has waited
         assert total.item() == spec.nbytes
 
@@ -219,3 +248,86 @@ def test_frees_all_tensors_when_device_memory_runs_out() -> None:
         load([spec, LARGE], bytes(1 << 20), "cuda")
     assert torch.cuda.memory_allocated() == before
     assert caught.value.__traceback__ is not None
+
+
+# CUDA's rules, without a GPU
+
+
+def test_the_caller_s_stream_waits_for_copies(cuda: FakeCuda) -> None:
+    for current in (cuda.current_stream(), Stream(0)):
+        with cuda.on(current):
+            stream = TorchDeviceStream("cuda")
+            tensor = stream.empty(TensorSpec("a", DType.U8, (3,)))
+            sent = send(stream, tensor, b"\1\2\3")
+            assert tensor.tolist() == [0, 0, 0]
+            stream.receive(sent)
+            assert cuda.values(tensor) == [1, 2, 3]
+
+
+def test_copies_wait_for_what_the_caller_s_stream_had_to_do(cuda: FakeCuda) -> None:
+    with cuda.on(Stream(1)) as current, cuda.on(Stream(0)):  # the current device is another one
+        stream = TorchDeviceStream("cuda:1")
+        tensor = stream.empty(TensorSpec("a", DType.U8, (3,)))
+        current.request(lambda: tensor.fill_(9))  # of memory that was used before
+        stream.receive(send(stream, tensor, b"\1\2\3", is_waited_for=True))
+        assert cuda.values(tensor) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_loads_on_a_stream_of_another_device(device: str, cuda: FakeCuda) -> None:
+    data = bytes(number % 251 for number in range(9000))
+    specs = [TensorSpec(str(size), DType.U8, (size,)) for size in (5000, 1, 300, 3699)]
+    with cuda.on(Stream(1)) as current:
+        found = load(specs, data, device, buffer=64)
+        assert b"".join(bytes(cuda.values(tensor)) for tensor in found.values()) == data
+        assert {cuda.stream_of(tensor) for tensor in found.values()} == {current}
+
+
+def test_a_thread_takes_the_place_of_its_caller(cuda: FakeCuda) -> None:
+    made: list[torch.Tensor] = []
+
+    def work(stream: CallerStream) -> None:
+        stream.enter()
+        made.append(tensor := torch.empty(2, device="cuda"))
+        cuda.current_stream().request(lambda: tensor.fill_(7))
+
+    with cuda.on(Stream(1)) as current:
+        stream = CallerStream.of("cuda")
+        assert stream is not None
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work, stream).result()
+    (tensor,) = made
+    assert cuda.stream_of(tensor) is current
+    with cuda.on(Stream(1)) as other:
+        stream.hand_over(tensor)
+        assert cuda.values(tensor) == [7, 7]
+    with cuda.on(current):
+        stream.hand_over(tensor)  # its own memory
+    assert cuda.used_on[tensor.data_ptr()] == {other}
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps:0", "meta"])
+def test_other_devices_have_no_streams(device: str, cuda: FakeCuda) -> None:
+    assert CallerStream.of(device) is None
+    assert CallerStream.of("1") is not None
+
+
+def test_there_is_no_stream_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert CallerStream.of("cuda:0") is None
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_files_are_prefetched_onto_the_streams_of_their_devices(
+    tmp_path: Path, cuda: FakeCuda, backend: str
+) -> None:
+    files = []
+    for number in range(2):
+        save_file({str(number): torch.arange(number, 9)}, tmp_path / str(number))
+        files.append(safe_open(tmp_path / str(number), "pt", f"cuda:{number}", backend=backend))
+    with cuda.on(Stream(0)) as first, cuda.on(Stream(1)) as second:
+        own = prefetch(files)
+        moved = prefetch(files, device=1)
+        found = [own.take("0"), own.take("1"), moved.take("0"), moved.take("1")]
+        assert [cuda.stream_of(tensor) for tensor in found] == [first, second, second, second]
+    assert [cuda.values(tensor) for tensor in found] == 2 * [list(range(9)), list(range(1, 9))]

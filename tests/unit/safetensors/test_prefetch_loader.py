@@ -19,6 +19,8 @@ SECONDS = 120
 class Letters:
     """Gives each letter of a text, of 10 bytes each, after one request per letter."""
 
+    stream = None
+
     def __init__(self, text: str, request: Callable[[], object] = lambda: None) -> None:
         self.text = text
         self.request = request
