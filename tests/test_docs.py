@@ -59,9 +59,14 @@ WITH_EXAMPLES = {
     "docs/guides/registries.md": 10,
     "docs/guides/object-storage.md": 15,
     "docs/guides/serve.md": 20,
+    "docs/guides/backup.md": 11,
+    "docs/guides/restore.md": 20,
+    "docs/guides/upgrade.md": 5,
+    "docs/guides/move.md": 10,
 }
 REGISTRY = "localhost:5000"
 OBJECTS = "http://localhost:8333"
+PORT = "8080"
 """The servers of the documents. Those of the tests have other ports."""
 
 
@@ -78,7 +83,7 @@ def test_commands_print_what_the_document_of_signatures_says() -> None:
     check_examples("docs/guides/signatures.md", None)
 
 
-@pytest.mark.parametrize("page", ["save-space", "repair", "follow"])
+@pytest.mark.parametrize("page", ["save-space", "repair", "follow", "backup", "upgrade", "move"])
 def test_commands_print_what_a_guide_says(page: str) -> None:
     check_examples(f"docs/guides/{page}.md", None)
 
@@ -86,6 +91,11 @@ def test_commands_print_what_a_guide_says(page: str) -> None:
 def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> None:
     with running_registry(tmp_path / "registry") as server:
         check_examples("docs/guides/registries.md", server.host)
+
+
+def test_commands_print_what_the_document_of_restoring_says(tmp_path: Path) -> None:
+    with running_registry(tmp_path / "registry") as server:
+        check_examples("docs/guides/restore.md", server.host, port=str(free_port()))
 
 
 def test_commands_print_what_the_document_of_object_storage_says(
@@ -100,7 +110,7 @@ def test_commands_print_what_the_document_of_object_storage_says(
 )
 def test_commands_print_what_the_document_of_serving_says() -> None:
     # Only the port is another one: the commands start the server.
-    check_examples("docs/guides/serve.md", str(free_port()), "8080")
+    check_examples("docs/guides/serve.md", None, port=str(free_port()))
 
 
 def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
@@ -112,9 +122,14 @@ def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
 
 
 def check_examples(
-    document: str, server: str | None, stated: str = REGISTRY, **environment: str
+    document: str,
+    server: str | None,
+    stated: str = REGISTRY,
+    *,
+    port: str = PORT,
+    **environment: str,
 ) -> None:
-    """Run the examples of a document in a new folder, with a server at another address than stated, or none."""
+    """Run the examples of a document in a new folder, with servers at other addresses than stated, or none."""
     found = [
         (name_of(page), example)
         for page in pages(document)
@@ -123,11 +138,11 @@ def check_examples(
     if server is None:
         found = [(page, example) for page, example in found if stated not in example.command]
         server = stated
-    commands = [example.command.replace(stated, server) for _, example in found]
+    commands = [example.command.replace(stated, server).replace(PORT, port) for _, example in found]
     # The commands sync what they write, for which a disk is waited for each time.
     with workspace() as work, workspace() as aside, quick_commands(aside) as programs:
         printed = outputs(commands, work, programs, **environment)
-    printed = [output.replace(server, stated) for output in printed]
+    printed = [output.replace(server, stated).replace(port, PORT) for output in printed]
 
     differences = [
         f"{page}:{example.line}: {example.command}\n{output}"
