@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches
-from blobstore.errors import UnsupportedSource
+from blobstore.errors import BlobDamaged, DamagedSource, UnsupportedSource
 from blobstore.manifests.plain_values import encode
-from blobstore.manifests.step_record import RECORD_FILE, FlatState, StepRecord
+from blobstore.manifests.step_record import RECORD_FILE, FlatState, StepRecord, join
 from blobstore.sources.distributed.torch_folder import TorchFolder
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.pytorch.checkpoint import Checkpoint
@@ -109,6 +109,10 @@ class TrainingState:
             tensors={key: path_of(key) for key in self.tensors},
             values={key: (path_of(key), encode(one, key, KINDS)) for key, one in values.items()},
         )
+        try:
+            join(self.record, self.tensors, KINDS)
+        except BlobDamaged as error:
+            raise DamagedSource(f"{quote(path)}: {error.message}") from None
 
     def _open_files(self, model: HuggingFaceFolder, path: Path) -> None:
         if path.is_dir():

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+import blobstore
 from tests.faults.processes import Ended, nursery
 from tests.support.distributed_folders import data_name, grid, write_folder
 
@@ -208,6 +209,43 @@ def test_values_that_share_their_parts(folder: Path) -> None:
     changed(folder, lambda metadata: setattr(metadata, "planner_data", {"model.a": value}))
     ran = ran_by("create", folder, "model", "--store", folder.parent / "store")
     assert ran.code == 0, ran.stderr  # the keys are not what torch writes, and are ignored
+
+
+PATHS: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "too many keys": ("model.a", ("model",) * 100_000, "100000 keys lead to it"),
+    "too many keys of a value": ("step", (0,) * 101, "101 keys lead to it"),
+    "keys within a tensor": ("step", ("model", "a", "b"), "is in a value"),
+    "keys of a tensor": ("step", ("model", "a"), "occurs twice"),
+    "a list with holes": ("step", ("list", 10**9), "does not describe a state"),
+    "a negative index": ("step", ("list", -1), "does not describe a state"),
+    "a key that is not Unicode": ("step", ("\udc80",), "is not Unicode"),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_keys_that_lead_nowhere(folder: Path, case: str) -> None:
+    name, keys, words = PATHS[case]
+    changed(folder, lambda metadata: metadata.planner_data.update({name: keys}))
+    store = folder.parent / "store"
+    ran = ran_by("create", folder, "run:1", "--state", "--store", store)
+    assert ran.code in (1, 2, 4), ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert words in ran.stderr, ran.stderr
+    assert not [path for path in store.rglob("*") if path.name.startswith("sha256")]
+
+
+def test_values_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    value: Any = 1
+    for _ in range(200):
+        value = [value]
+    folder = write_folder(
+        tmp_path / "step", {("model", "a"): (torch.ones(2), grid((2,), 1))}, {("deep",): value}
+    )
+    ran = ran_by("create", folder, "run:1", "--state", "--store", tmp_path / "store")
+    assert ran.code == 0, ran.stderr
+    assert "left out: 'deep" in ran.stderr
+    loaded = blobstore.load("run:1", store=tmp_path / "store")
+    assert list(loaded) == ["model"]
 
 
 @pytest.mark.parametrize("keep", [0, 10, 2000, -1])

@@ -312,8 +312,13 @@ def _paths(planner_data: Any) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     left = _MAX_LETTERS
     for name, path in planner_data.items():
-        if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _MAX_KEYS:
+        if type(name) is not str or type(path) is not tuple or not path:
             continue
+        if len(path) > _MAX_KEYS:
+            raise UnsupportedSource(
+                f"entry {quote(name)} is nested too deeply: {len(path)} keys lead to it, "
+                f"and at most {_MAX_KEYS} are read"
+            )
         if all(type(part) in (str, int) for part in path):
             left -= sum(len(part) for part in path if type(part) is str)
             if left < 0:

@@ -71,10 +71,15 @@ def test_parses_what_torch_writes(protocol: int) -> None:
     assert found.paths == {"m.a": ("m", "a"), "n": ("n", 0)}
 
 
-def test_too_many_keys_are_not_taken_for_those_of_an_entry() -> None:
+def test_an_entry_that_is_nested_too_deeply_is_refused() -> None:
     metadata = example()
-    metadata.planner_data = {"m.a": ("m",) * 101, "n": ("n",) * 100}
-    assert set(parse_metadata(pickle.dumps(metadata)).paths) == {"n"}
+    metadata.planner_data = {"n": ("n",) * 100}
+    assert parse_metadata(pickle.dumps(metadata)).paths == metadata.planner_data
+    metadata.planner_data["m.a"] = ("m",) * 101
+    with pytest.raises(
+        UnsupportedSource, match=r"entry 'm\.a' is nested too deeply: 101 keys lead"
+    ):
+        parse_metadata(pickle.dumps(metadata))
 
 
 def test_parses_what_old_versions_wrote() -> None:
