@@ -56,7 +56,7 @@ class QuantizeOptions:
 def quantize_options(value: QuantizeOptions | str | None) -> QuantizeOptions:
     """Return options as they are, and a type as options. Raises UsageError for a value of another kind."""
     options = QuantizeOptions(value) if value is None or isinstance(value, str) else value
-    check_type("quantize", options, QuantizeOptions)
+    check_type("quantize", options, QuantizeOptions, " or the name of a type, such as 'int4'")
     return options
 
 
