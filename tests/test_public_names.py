@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 import blobstore
 from blobstore import safetensors
+from blobstore.core.fork import cached_property
 from tests.support.transcripts import PYTHON_BLOCK, ROOT, outputs
 
 SAVE_AND_LOAD = ["load", "load_file", "save", "save_file"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.cold_blobs.quantized import weights_in
 from blobstore.cold_blobs.weight_search import WeightSearch, differing_of, sources_in
+from blobstore.core.fork import cached_property
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import Header
 

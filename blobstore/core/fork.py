@@ -1,11 +1,34 @@
-"""Locks inside objects that forked processes go on using."""
+"""Locks inside objects that forked processes go on using, and attributes that need none."""
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property
+else:
+
+    class cached_property(functools.cached_property):  # noqa: N801 - as in the standard library
+        """An attribute that is computed when it is first asked for. Two threads may compute it at once.
+
+        Before Python 3.12, that of the standard library has one lock for all instances. A child that is forked while
+        any thread computes the attribute of any of them would wait for it forever.
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            """Return the value, which hides this attribute from then on."""
+            if instance is None:
+                return self
+            found = instance.__dict__[self.attrname] = self.func(instance)
+            return found
+
+
+__all__ = ["cached_property", "renew_lock_in_children"]
 
 
 class _HasLock(Protocol):

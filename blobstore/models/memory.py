@@ -10,7 +10,6 @@ either case: threads decompress them straight into the region.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -20,7 +19,7 @@ from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.digest import PieceDigester
 from blobstore.core.escape import quote
-from blobstore.core.fork import renew_lock_in_children
+from blobstore.core.fork import cached_property, renew_lock_in_children
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
 from blobstore.core.system import map_counts
@@ -163,7 +162,7 @@ class ModelMemory:
         is_part = self._is_shared and self.reads_parts(slot)
         return (is_part and self._blobs[slot][1] - nbytes > _ALONE) or self.reads_tensors(slot)
 
-    @functools.cached_property
+    @cached_property
     def _gguf_files(self) -> frozenset[Digest]:
         return frozenset(layer.digest for layer in self.files.manifest.layers_of(*media_types.GGUF))
 
@@ -231,7 +230,7 @@ class ModelMemory:
         }
         return {self._blobs[slot][0] for slot in slots}
 
-    @functools.cached_property
+    @cached_property
     def _verified(self) -> VerifiedBlobs:
         return self._store.verified_blobs()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import did_you_mean, quote
+from blobstore.core.fork import cached_property
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -83,7 +83,7 @@ class ModelFiles:
         """The content of the manifest's file."""
         return self._manifest
 
-    @functools.cached_property
+    @cached_property
     def manifest(self) -> Manifest:
         """The model's manifest."""
         return Manifest.from_bytes(self._manifest)

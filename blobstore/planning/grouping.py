@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.escape import quote
+from blobstore.core.fork import cached_property
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import SCALE_SUFFIXES

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
+from blobstore.core.fork import cached_property
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound, StoreError

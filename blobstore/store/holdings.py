@@ -7,12 +7,12 @@ blobs by the same rule. Everything that says beforehand what a removal frees ask
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import is_there, status_of
+from blobstore.core.fork import cached_property
 
 if TYPE_CHECKING:
     import os

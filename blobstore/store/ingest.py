@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from blobstore.core import interrupts
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, pieces_of, sync_folder, write_all
+from blobstore.core.fork import cached_property
 from blobstore.core.system import booted_system
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, StoreError
@@ -101,14 +101,14 @@ class Ingest:
     def __enter__(self) -> Self:
         return self
 
-    @functools.cached_property
+    @cached_property
     def _listing_cost(self) -> float:
         """What it costs to list the sizes of all blobs, as bytes that are hashed in the same time."""
         with contextlib.suppress(OSError):
             return os.stat(self._layout.blobs).st_size * _HASHED_WHILE_LISTED  # noqa: PTH116
         return 0.0
 
-    @functools.cached_property
+    @cached_property
     def _sizes(self) -> set[int]:
         """Sizes of the blobs that the store had; a blob of another size is new."""
         return self._store.blob_sizes()

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, open_own, read_exactly, replacing, write_all
+from blobstore.core.fork import cached_property
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ class VerifiedBlobs:
         self._store = store
         self._path = store._layout.verified(os.geteuid())
         self._new: dict[str, FileVersion | None] = {}
-        self._made_at: int | None = None
 
     def has(self, digest: Digest, size: int) -> bool:
         """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
@@ -191,16 +191,9 @@ class VerifiedBlobs:
         with _opened(self._path) as table:
             return table.get(key) if table else None
 
-    @property
+    @cached_property
     def _latest(self) -> int:
         """Files that changed after this time get no entry; 0 if the cache cannot be written."""
-        # No cached_property: before Python 3.12 it has one lock for all instances, which a child that is forked while a
-        # thread makes the file would wait for without end.
-        if self._made_at is None:
-            self._made_at = self._time_of_new_file()
-        return self._made_at
-
-    def _time_of_new_file(self) -> int:
         folder = self._path.parent
         path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
         try:

@@ -11,12 +11,12 @@ import stat
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, compress, repeat
 from operator import eq, gt, mul, not_
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import allocated, status_of
+from blobstore.core.fork import cached_property
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
+from blobstore.core.fork import cached_property
 
 ROOT: Final = "models"
 """The folder that all files of a layer are in."""
