@@ -15,7 +15,9 @@ from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobDamaged, DamagedSource, UnsupportedSource
 from blobstore.manifests.plain_values import encode
 from blobstore.manifests.step_record import RECORD_FILE, FlatState, StepRecord, join
+from blobstore.sources.distributed.layout import zero_steps
 from blobstore.sources.distributed.torch_folder import TorchFolder
+from blobstore.sources.distributed.zero_folder import NO_STATE, ZeroFolder
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.pytorch.state_dict import EVERYTHING
@@ -24,11 +26,12 @@ from blobstore.sources.pytorch.values import VALUES_FILE, PlainValues
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import TensorSource
+    from blobstore.sources.distributed.folder import Assembled
 
 TRAINER_STATE: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """Patterns of the files that the Trainer of transformers has next to the model."""
@@ -82,6 +85,8 @@ class TrainingState:
             self._opened = opened
             if isinstance(model, TorchFolder):
                 self._open_distributed(model, path)
+            elif isinstance(model, ZeroFolder):
+                self._open_zero(model, path)
             elif isinstance(model, HuggingFaceFolder):
                 self._open_files(model, path)
             else:
@@ -116,10 +121,13 @@ class TrainingState:
 
     def _open_files(self, model: HuggingFaceFolder, path: Path) -> None:
         if path.is_dir():
+            if steps := zero_steps(path):
+                raise UnsupportedSource(
+                    f"{quote(path)} has complete weights, and an optimizer of DeepSpeed that goes with its own",
+                    advice=f"import {quote(path / steps[0])}, which has both",
+                )
             part, state = _MODEL, {_MODEL: _tensors(model)}
-            for found in sorted(path.iterdir()):
-                if any_glob_matches(found.name, TRAINER_FILES):
-                    self._add_file(found, state)
+            self._add_files(path, state)
         else:
             file = self._open(path)
             if type(file.content) is not dict:
@@ -129,6 +137,32 @@ class TrainingState:
             part = _part_of(model.specs, file.specs)
         flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, part)
         self.tensors, self.record = flat.tensors, flat.record
+
+    def _open_zero(self, model: ZeroFolder, path: Path) -> None:
+        self.notices = [notice.removesuffix(NO_STATE) for notice in model.notices]
+        moments, groups = model.optimizer()
+        state = self._plain_parts(model.values(), {})
+        state |= {
+            _MODEL: _tensors(model),
+            "optimizer": {
+                "state": {
+                    name: {
+                        key: one if isinstance(one, int | float) else _assembled(model, one)
+                        for key, one in its.items()
+                    }
+                    for name, its in moments.items()
+                },
+                **self._plain_parts({"param_groups": groups}, {}),
+            },
+        }
+        self._add_files(path, state)
+        flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, _MODEL)
+        self.tensors, self.record = flat.tensors, flat.record
+
+    def _add_files(self, folder: Path, state: dict[str, Any]) -> None:
+        for found in sorted(folder.iterdir()):
+            if any_glob_matches(found.name, TRAINER_FILES):
+                self._add_file(found, state)
 
     def _open(self, path: Path) -> _StateFile:
         self._model.versions.record(path)
@@ -165,10 +199,18 @@ class TrainingState:
 
 
 def _tensors(source: TensorSource | Checkpoint) -> dict[str, SavedTensor]:
-    def read(name: str) -> bytes:
-        return b"".join(map(bytes, source.read(name, memoryview(bytearray(_BUFFER_SIZE)))))
+    return {
+        name: SavedTensor(spec, partial(_read, source.read, name))
+        for name, spec in source.specs.items()
+    }
 
-    return {name: SavedTensor(spec, partial(read, name)) for name, spec in source.specs.items()}
+
+def _assembled(source: ZeroFolder, tensor: Assembled) -> SavedTensor:
+    return SavedTensor(tensor.spec, partial(_read, source.read_tensor, tensor))
+
+
+def _read(read: Callable[[Any, memoryview], Iterator[memoryview]], tensor: Any) -> bytes:
+    return b"".join(map(bytes, read(tensor, memoryview(bytearray(_BUFFER_SIZE)))))
 
 
 def _part_of(model: Collection[str], everything: Collection[str]) -> str:

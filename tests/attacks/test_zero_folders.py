@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ def groups() -> list[dict[str, torch.Tensor]]:
     return [{"a": torch.randn(40, 30), "b": torch.randn(7)}, {"c": torch.randn(9, 5)}]
 
 
-def created(folder: Path, store: Path) -> Ended:
+def created(folder: Path, store: Path, *options: str) -> Ended:
     """Import a folder in a process of its own."""
-    return nursery().run("blobstore", "create", folder, "model", "--store", store)
+    return nursery().run("blobstore", "create", folder, "model", "--store", store, *options)
 
 
-def refused(folder: Path, *words: str) -> None:
+def refused(folder: Path, *words: str, options: Sequence[str] = ()) -> None:
     """Check that a folder is refused in one line, and that nothing is written."""
     store = folder.parent / "store"
-    ran = created(folder, store)
+    ran = created(folder, store, *options)
     (line,) = ran.stderr.splitlines()
     assert ran.code in (1, 4), line
     assert len(line) < 2000
@@ -194,3 +195,58 @@ def test_files_cut_short(stage: int, tmp_path: Path) -> None:
         path.write_bytes(data[: len(data) // 2])
         refused(folder, path.name)
         path.write_bytes(data)
+
+
+def set_params(states: dict[str, Any], *params: Any) -> None:
+    for group, its in zip(states["param_groups"], params, strict=True):
+        group["params"] = its
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no state": (lambda it: it.pop("state"), "is in parts, as elastic checkpoints have it"),
+    "a state that lacks a group": (lambda it: it["state"].pop(1), "has no state of some"),
+    "a huge number": (lambda it: it["state"].update({HUGE: {}}), "is not a dict with names"),
+    "a state of no names": (lambda it: it["state"].update({0: {1: 2}}), "is not a dict with names"),
+    "no groups": (lambda it: it.pop("param_groups"), "param_groups is not a list"),
+    "groups of others": (lambda it: set_params(it, [1], [0]), "are not those of the parameters"),
+    "a huge group": (lambda it: set_params(it, [0], [HUGE]), "are not those of the parameters"),
+    "groups of no numbers": (lambda it: set_params(it, "a", [[0]]), "are not those of the param"),
+    "a short moment": (
+        lambda it: it["state"][0].update(m=torch.ones(7)),
+        "ends after the 14 elements",
+    ),
+    "a long moment": (
+        lambda it: it["state"][0].update(m=torch.ones(700)),
+        "has 1400 elements, but its parameters",
+    ),
+    "a moment that is not flat": (
+        lambda it: it["state"][0].update(m=torch.ones(604, 1)),
+        "has no 'm' of '",
+    ),
+    "a moment of one group": (lambda it: it["state"][0].pop("m"), "has no 'm' of '"),
+    "an object": (
+        lambda it: it["state"][0].update(m=Command("false")),
+        "has 'm', which is neither a tensor nor a number",
+    ),
+    "tensors that share their bytes": (
+        lambda it: [
+            one.update({f"m{n}": one["m"] for n in range(99)}) for one in it["state"].values()
+        ],
+        "more than 16 times",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_an_optimizer_that_contradicts_its_weights(case: str, tmp_path: Path) -> None:
+    change, words = OPTIMIZERS[case]
+    folder = write_zero(
+        tmp_path / "x",
+        2,
+        2,
+        groups(),
+        moments={"m": groups()},
+        change_optimizer=lambda _, states: change(states["base_optimizer_state"]),
+    )
+    refused(folder, words, options=["--state"])
+    assert created(folder, tmp_path / "store").code == 0  # the model alone

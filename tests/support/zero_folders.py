@@ -32,12 +32,15 @@ def write_zero(
     groups: Sequence[Tensors],
     *,
     frozen: Tensors | None = None,
+    moments: Mapping[str, Sequence[Tensors]] | None = None,
+    options: Sequence[Mapping[str, Any]] = ({}, {}),
     change_model: Change = lambda _, states: states,
     change_optimizer: Change = lambda _, states: states,
 ) -> Path:
     """Save parameters as DeepSpeed does, and return the folder; ``latest`` names the step ``tag``.
 
-    The changes are called with the rank and the values of a file before it is saved.
+    ``moments`` are tensors of the optimizer, for the same groups, and ``options`` those of the groups. The changes are
+    called with the rank and the values of a file before it is saved.
     """
     step = folder / "tag"
     step.mkdir(parents=True)
@@ -68,6 +71,17 @@ def write_zero(
         flat = [_flat(group, stage, rank, ranks) for group in groups]
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         optimizer = {"zero_stage": stage, "partition_count": ranks, key: flat}
+        optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] = {
+            "state": {
+                index: {"step": torch.tensor(3.0)}
+                | {
+                    key: _flat(its[index], stage, rank, ranks)
+                    for key, its in (moments or {}).items()
+                }
+                for index in range(len(groups))
+            },
+            "param_groups": [{**options[index], "params": [index]} for index in range(len(groups))],
+        }
         change_optimizer(rank, optimizer)
         torch.save({"optimizer_state_dict": optimizer}, step / optimizer_file(rank))
     return folder

@@ -65,13 +65,16 @@ class AssembledFolder:
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :class:`TensorSource`."""
+        return self.read_tensor(self._tensors[name], buffer)
+
+    def read_tensor(self, tensor: Assembled, buffer: memoryview) -> Iterator[memoryview]:
+        """Read a tensor of these files, as :meth:`read` does."""
         from blobstore.sources.distributed.assembly import read_assembled  # imports numpy
 
-        tensor = self._tensors[name]
         try:
             yield from read_assembled(tensor.shape, tensor.itemsize, tensor.pieces, buffer)
         except DamagedSource as error:
-            raise error.at(f"tensor {quote(name)}") from None
+            raise error.at(f"tensor {quote(tensor.spec.name)}") from None
 
     def check_unchanged(self) -> None:
         """See :class:`TensorSource`."""

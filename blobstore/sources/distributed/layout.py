@@ -93,6 +93,12 @@ def find_zero(folder: Path) -> str | None:
         return _find_step(tree)
 
 
+def zero_steps(folder: Path) -> list[str]:
+    """Return the folders of DeepSpeed's steps in a folder."""
+    with contextlib.closing(FileTree(folder)) as tree:
+        return [name for name in tree.entries() if _has_states(tree, name)]
+
+
 def _find_step(tree: FileTree) -> str | None:
     names = tree.entries()
     if any(map(ZERO_OPTIMIZER.fullmatch, names)):

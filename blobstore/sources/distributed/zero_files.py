@@ -15,7 +15,7 @@ from blobstore.sources.pytorch.checkpoint import errors_of
 from blobstore.sources.pytorch.container import open_container
 from blobstore.sources.pytorch.tensors import TensorReader
 from blobstore.sources.pytorch.zip_entries import read_entry
-from blobstore.unpickler.values import Reduced, is_tensor
+from blobstore.unpickler.values import Number, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +33,8 @@ _CHECK_SIZE = 1 << 20
 _STAGES = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups"}
 _STAGES[3] = "fp32_flat_groups"
 """The key of the flat tensors of each stage."""
+_OF_MODEL = ("module", "buffer_names", "param_shapes", "shared_params", "model", "optimizer")
+_FROZEN = ("frozen_param_shapes", "frozen_param_fragments")
 
 
 class StorageCheck:
@@ -100,6 +102,26 @@ class OptimizerStates(NamedTuple):
     """The part that this process has of the parameters: a flat tensor for each group."""
     paddings: Sequence[Sequence[int]] | None
     """The numbers of padding elements after each parameter of each group."""
+
+
+class Moments(NamedTuple):
+    """What the optimizer of a process has besides the weights."""
+
+    groups: Sequence[Mapping[str, Run | float]]
+    """The tensors and numbers for each flat tensor, such as ``exp_avg`` and ``step``."""
+    param_groups: Sequence[Mapping[str, Any]]
+    """Options as the unpickler has them, and the numbers of the flat tensors as ``params``."""
+
+
+def read_moments(file: DataFile) -> Moments:
+    """Read the rest of a ``*_optim_states.pt`` file, except its data. Raises as :func:`read_optimizer_states`."""
+    return _read(file, _moments)
+
+
+def read_values(file: DataFile) -> dict[str, Any]:
+    """Read what a ``*_model_states.pt`` file has besides the model. Raises as :func:`read_model_states`."""
+    left_out = (*_OF_MODEL, *_FROZEN)
+    return _read(file, lambda _, value: {k: it for k, it in value.items() if k not in left_out})
 
 
 def read_model_states(file: DataFile) -> ModelStates:
@@ -211,6 +233,27 @@ def _optimizer_states(runs: _Runs, value: Any) -> OptimizerStates:
         None
         if paddings is None
         else [_numbers(_list(group, what), what) for group in _list(paddings, what)],
+    )
+
+
+def _moments(runs: _Runs, value: Any) -> Moments:
+    states = value["optimizer_state_dict"]
+    what = "the state of its optimizer"
+    base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
+    if type(base) is not dict or type(base.get("state")) is not dict:
+        raise CheckpointUnsupported(f"{what} is in parts, as elastic checkpoints have it")
+    groups = []
+    for index in range(len(base["state"])):
+        found: dict[str, Run | float] = {}
+        for key, item in _named(base["state"].get(Number(index)), what).items():
+            if not is_tensor(item) and type(item) not in (int, float):
+                raise CheckpointUnsupported(
+                    f"{what} has {quote(key)}, which is neither a tensor nor a number"
+                )
+            found[key] = runs.of(f"{index}.{key}", item) if is_tensor(item) else item
+        groups.append(found)
+    return Moments(
+        groups, [_named(one, what) for one in _list(base.get("param_groups"), "param_groups")]
     )
 
 

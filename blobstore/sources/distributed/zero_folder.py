@@ -10,7 +10,7 @@ import bisect
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
 from blobstore.core.tensor import TensorSpec
@@ -19,27 +19,34 @@ from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.file_names import ZERO_MODEL, ZERO_OPTIMIZER, ZERO_TOOLS
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder
-from blobstore.sources.distributed.zero_files import read_model_states, read_optimizer_states
+from blobstore.sources.distributed.zero_files import (
+    Run,
+    read_model_states,
+    read_moments,
+    read_optimizer_states,
+    read_values,
+)
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.selection import read_json
 from blobstore.sources.small_files import files_next_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.distributed.pieces import Piece
     from blobstore.sources.distributed.zero_files import (
         ModelStates,
+        Moments,
         OptimizerStates,
-        Run,
         Shape,
     )
 
 _MAX_GROWTH = 16
 """Limit of the tensors' size, in sizes of the files: tied parameters are stored once."""
 _SHOWN = 8
+NO_STATE = "; left out: the states of the optimizer"
 _WAY_OUT = "consolidate it with the zero_to_fp32.py that DeepSpeed saves, and import its result"
 
 
@@ -72,14 +79,15 @@ class ZeroFolder(AssembledFolder):
             raise UsageError(
                 f"{label} is a checkpoint of DeepSpeed, which has no parts for --subtree"
             )
-        models, optimizers = self._open_files()
-        optimizer = [read_optimizer_states(file) for file in optimizers]
-        model = [read_model_states(file) for file in models]
+        self._models, self._optimizers = self._open_files()
+        optimizer = [read_optimizer_states(file) for file in self._optimizers]
+        model = [read_model_states(file) for file in self._models]
+        self._parts = model, optimizer
         weights = _Weights(model, optimizer)
         try:
             tensors = weights.tensors()
             # Before anything is read: tied names can list one tensor any number of times.
-            self._check_growth(tensors)
+            self._check_growth(tensors.values())
         except DamagedSource as error:
             raise error.at(label) from None
         stage = optimizer[0].stage
@@ -89,14 +97,33 @@ class ZeroFolder(AssembledFolder):
         self.files = [file for file in files if file.name not in ZERO_TOOLS]
         self._add(tensors)
         self.notices.append(
-            f"joined the parts of {len(optimizers)} processes of DeepSpeed ZeRO stage {stage}; left "
-            "out: the states of the optimizer"
+            f"joined the parts of {len(optimizer)} processes of DeepSpeed ZeRO stage {stage}{NO_STATE}"
         )
         if weights.rest:
             self.notices.append(
                 "not trained, so in the type that the module has: "
                 f"{join_some([*map(quote, weights.rest)], _SHOWN)}"
             )
+
+    def optimizer(self) -> tuple[dict[str, dict[str, Assembled | float]], list[dict[str, Any]]]:
+        """Return the state of each parameter, and the groups of parameters: what ``get_state_dict`` of torch does.
+
+        Raises:
+            CheckpointDamaged, DamagedSource: it is damaged, or contradicts itself.
+            CheckpointUnsupported: it has values that are not read.
+        """
+        moments = [read_moments(file) for file in self._optimizers]
+        try:
+            state, groups = _optimizer(*self._parts, moments)
+        except DamagedSource as error:
+            raise error.at(self._tree.label(self._inner)) from None
+        found = (one for its in state.values() for one in its.values())
+        self._check_growth(one for one in found if isinstance(one, Assembled))
+        return state, groups
+
+    def values(self) -> dict[str, Any]:
+        """Return what there is besides the model and its optimizer, as the unpickler has it."""
+        return read_values(self._models[0])
 
     def _open_files(self) -> tuple[list[DataFile], list[DataFile]]:
         """Return the files of the model and of the optimizer, by process."""
@@ -146,8 +173,8 @@ class ZeroFolder(AssembledFolder):
             files.append(self._data_files[path])
         return files
 
-    def _check_growth(self, tensors: Mapping[str, Assembled]) -> None:
-        total = sum(tensor.spec.nbytes for tensor in tensors.values())
+    def _check_growth(self, tensors: Iterable[Assembled]) -> None:
+        total = sum(tensor.spec.nbytes for tensor in tensors)
         size = sum(file.version.size for file in self._data_files.values())
         if total > size * _MAX_GROWTH:
             raise UnsupportedSource(
@@ -158,6 +185,40 @@ class ZeroFolder(AssembledFolder):
 def _name_of(rank: int, files: Mapping[int, str]) -> str:
     first = next(iter(files))
     return files[first].replace(f"rank_{first}_", f"rank_{rank}_", 1)
+
+
+def _optimizer(
+    model: Sequence[ModelStates], optimizer: Sequence[OptimizerStates], moments: Sequence[Moments]
+) -> tuple[dict[str, dict[str, Assembled | float]], list[dict[str, Any]]]:
+    """Return the state of each parameter, and the groups; the arguments are what the files of all processes have."""
+    groups, first = model[0].groups, moments[0]
+    numbers = [its if type(its := one.get("params")) is list else [] for one in first.param_groups]
+    flat = range(len(optimizer[0].groups))
+    if [*itertools.chain(*numbers)] != [*flat] or len(numbers) != len(groups):
+        raise DamagedSource("the groups of the optimizer are not those of the parameters")
+    if any(len(one.groups) != len(flat) for one in moments):
+        raise DamagedSource("the optimizer has no state of some parameters")
+    bare = [one._replace(module={}, frozen={}, fragments={}, tied={}) for one in model]
+    state: dict[str, dict[str, Assembled | float]] = {name: {} for its in groups for name in its}
+    for key in dict.fromkeys(itertools.chain(*first.groups)):
+        found = [[its.get(key) for its in one.groups] for one in moments]
+        runs = [[it for it in its if isinstance(it, Run) and len(it.shape) == 1] for its in found]
+        if runs == found:
+            parts = [one._replace(groups=its) for one, its in zip(optimizer, runs, strict=True)]
+            for name, tensor in _Weights(bare, parts).tensors().items():
+                state[name][key] = tensor
+            continue
+        for shapes, its in zip(groups, numbers, strict=True):
+            value: Run | Assembled | float | None = found[0][its[0]] if its else None
+            if isinstance(value, Run) and value.elements == 1:  # the step
+                spec = TensorSpec(key, value.dtype, value.shape)
+                value = Assembled(spec, (1,), [value.piece(0, 0, 1)])
+            for name in shapes:
+                if value is None or isinstance(value, Run):
+                    raise DamagedSource(f"the optimizer has no {quote(key)} of {quote(name)}")
+                state[name][key] = value
+    options = zip(first.param_groups, groups, strict=True)
+    return state, [{**one, "params": [*shapes]} for one, shapes in options]
 
 
 class _Vector(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import blobstore
@@ -14,6 +15,7 @@ from blobstore.integrations.torch_checkpoint import export_trainer
 from blobstore.manifests import media_types
 from blobstore.store.local import LocalStore
 from tests.support.trainer_folders import FILES, assert_same, train, write_trainer_folder
+from tests.support.zero_folders import saved_by_deepspeed, write_zero
 from tests.unit.cli.running import run_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -132,6 +134,81 @@ def test_a_folder_of_torch_has_its_state(tmp_path: Path, store: LocalStore) -> N
     assert not any("optimizer" in notice for notice in created.notices)
     assert_same(loaded(store, "run:2"), whole)
     assert digests(store, "run:2").items() < digests(store, "run:2.state").items()
+
+
+def in_groups(values: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return the values of weights, and those of biases."""
+    return [{name: it for name, it in values.items() if end in name} for end in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_training_with_deepspeed_goes_on_with_torch(
+    tmp_path: Path, store: LocalStore, stage: int
+) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        weights, biases = (its.values() for its in in_groups(dict(model.named_parameters())))
+        groups = [{"params": [*weights], "weight_decay": 0.1}, {"params": [*biases], "lr": 0.5}]
+        return model, torch.optim.AdamW(groups, lr=0.1)
+
+    def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        for _ in range(3):
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.state_dict())
+
+    model, optimizer = made()
+    weights = {name: it.clone() for name, it in trained(model, optimizer).items()}
+    moments = {
+        key: in_groups({name: optimizer.state[it][key] for name, it in model.named_parameters()})
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    options = optimizer.state_dict()["param_groups"]
+    folder = write_zero(
+        tmp_path / "out", stage, 2, in_groups(weights), moments=moments, options=options
+    )
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    torch.save({"cpu": torch.get_rng_state()}, folder / "rng_state_0.pth")
+    blobstore.create(folder, "run:3", store=store, state=True)
+    expected = trained(model, optimizer)
+
+    state = loaded(store, "run:3")
+    assert_same(dict(sorted(state["model"].items())), dict(sorted(weights.items())))
+    assert state["rng_state_0"]["cpu"].equal(torch.get_rng_state())
+    model, optimizer = made()
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert_same(trained(model, optimizer), expected)
+
+
+def test_stages_of_deepspeed_have_the_same_optimizer(tmp_path: Path, store: LocalStore) -> None:
+    for name in ("stage1", "stage3", "stage2-mixed", "stage3-mixed"):
+        folder = saved_by_deepspeed(name, tmp_path)
+        blobstore.create(folder, f"run:{name}", store=store, state=True)
+        blobstore.create(folder, "alone", store=store)
+        assert digests(store, f"run:{name}") == digests(store, "alone")
+    assert_same(loaded(store, "run:stage1")["optimizer"], loaded(store, "run:stage3")["optimizer"])
+    states = [loaded(store, f"run:{name}-mixed")["optimizer"] for name in ("stage2", "stage3")]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    for name, values in states[0]["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(value, states[1]["state"][name][key], rtol=0.1, atol=1e-4)
+
+
+def test_complete_weights_next_to_an_optimizer_of_deepspeed_are_refused(
+    folder: Path, store: LocalStore
+) -> None:
+    parameters = {"w": torch.ones(4)}
+    write_zero(folder, 2, 2, [parameters], moments={"exp_avg": [parameters]})
+    with pytest.raises(
+        UnsupportedSource, match="has complete weights, and an optimizer of Deep"
+    ) as e:
+        blobstore.create(folder, "run:3", store=store, state=True)
+    assert f"import '{folder / 'tag'}'" in str(e.value)
+    blobstore.create(folder / "tag", "run:3", store=store, state=True)
+    assert loaded(store, "run:3")["optimizer"]["state"]["w"]["exp_avg"].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize(
