@@ -8,6 +8,7 @@ A small Llama in float32 is trained on the documents of this repository, and its
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -21,8 +22,8 @@ STEPS, EVERY = 400, 50
 PARTS = {"exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
-def train(store: blobstore.LocalStore) -> list[str]:
-    """Save the states of a training; return their names."""
+def train(store: blobstore.LocalStore, after: Callable[[list[str]], object]) -> list[str]:
+    """Save the states of a training, and call ``after`` with the names so far; return their names."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = LlamaConfig(
@@ -49,6 +50,7 @@ def train(store: blobstore.LocalStore) -> list[str]:
             state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
             names.append(f"run:{step}")
             blobstore.save(state, names[-1], store=store, model="model")
+            after(names)
     return names
 
 
@@ -70,7 +72,7 @@ def main() -> None:
     options = arguments(__doc__)
     with workspace(options.folder) as scratch:
         store = blobstore.LocalStore(scratch / "store")
-        names = train(store)
+        names = train(store, len)
         print("| frozen, of the bytes as saved | weights | first moments | second moments | all |")
         print("| --- | --- | --- | --- | --- |")
         first, last, before = names[0], names[-1], list(pairwise(names))[-1][0]
@@ -81,6 +83,15 @@ def main() -> None:
             print(f"| the last step, against the {title} | {shares(found)} |")
         found = blobstore.freeze([*store.references()], store=store)
         print(f"| the run | {shares(found)} |")
+        other = blobstore.LocalStore(scratch / "other")
+
+        def freeze_earlier(names: list[str]) -> blobstore.Frozen | None:
+            earlier = [one for name in names[:-1] for one in (name, f"{name}.state")]
+            return blobstore.freeze(earlier, store=other) if earlier else None
+
+        frozen = freeze_earlier(train(other, freeze_earlier))
+        assert frozen is not None
+        print(f"| all but the last step, each when the next one was saved | {shares(frozen)} |")
 
 
 if __name__ == "__main__":

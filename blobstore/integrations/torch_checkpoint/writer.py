@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
@@ -29,11 +32,13 @@ from blobstore.objects.address import is_address
 from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
 from blobstore.operations.create.step import StepPlan
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from concurrent.futures import Future as Freezing
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -141,6 +146,7 @@ class StoreWriter(StorageWriter):
         metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
         jobs: int | None = None,
+        keep: Literal["files", "delta"] = "files",
     ) -> None:
         """Write nothing yet.
 
@@ -155,13 +161,17 @@ class StoreWriter(StorageWriter):
             metrics: numbers to keep with the step, such as ``{"loss": 1.2}``. They can be set again before each save.
             process_group: the group that is passed to ``save``; by default the default group.
             jobs: number of threads that hash the tensors which this rank has completely.
+            keep: with ``delta``, rank 0 freezes all names of the run but those of the newest step on a thread, as
+                :func:`blobstore.freeze` does: losslessly, as deltas where that saves space. A failure is a warning.
 
         Raises:
-            UsageError: an argument is invalid.
+            UsageError: an argument is invalid, or the store is in object storage, where nothing is frozen.
             StoreError: this user has no home folder, and no store is given.
         """
         check_mapping({} if files is None else files, "files", "a dict of small files")
         check_jobs(jobs)
+        if keep not in ("files", "delta") or (keep == "delta" and is_address(store)):
+            raise UsageError(f"keep is 'files', or 'delta' in a folder, got {quote(keep)}")
         # A process that saves for this one opens it again.
         self._store = store if is_address(store) else LocalStore.of(store)
         self._model = model
@@ -170,6 +180,8 @@ class StoreWriter(StorageWriter):
         """Numbers that are kept with the next step."""
         self._group = process_group
         self._jobs = jobs
+        self._keep = keep
+        self._freezing: Freezing[None] | None = None
         self._reference: Reference | None = None
         self._place: Place | None = None
         self._import: StepImport | None = None
@@ -390,6 +402,12 @@ class StoreWriter(StorageWriter):
         try:
             with self._opened.checked():
                 step.publish(added, record)
+            if self._keep == "delta" and (self._freezing is None or self._freezing.done()):
+                thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-freeze")
+                self._freezing = thread.submit(
+                    _freeze_earlier, LocalStore.of(self._store), plan.names(self._named), self._jobs
+                )
+                thread.shutdown(wait=False)
         finally:
             self._end()
 
@@ -397,6 +415,17 @@ class StoreWriter(StorageWriter):
         if self._import is not None:
             self._import.close()
         self._import = self._plan = None
+
+
+def _freeze_earlier(store: LocalStore, newest: Sequence[Reference], jobs: int | None) -> None:
+    """Freeze the names of a run whose models are not those of its newest step. Errors become warnings."""
+    try:
+        new = {store.read_manifest(name) for name in newest}
+        names = [name for name in store.tags(newest[0]) if store.read_manifest(name) not in new]
+        if names:
+            freeze_models(names, store=store, jobs=jobs or 1)
+    except BlobstoreError as error:
+        warnings.warn(f"steps before {newest[-1]} were not frozen: {error}", stacklevel=1)
 
 
 def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:

@@ -20,10 +20,12 @@ from blobstore.errors import (
     BlobDamaged,
     InvalidReference,
     ModelNotFound,
+    StoreBusy,
     UnsupportedSource,
     UsageError,
 )
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
+from blobstore.integrations.torch_checkpoint import writer as writer_module
 from blobstore.integrations.torch_checkpoint.layout import Layout
 from blobstore.manifests.step_record import RECORD_FILE
 from blobstore.store.local import LocalStore
@@ -124,6 +126,58 @@ def test_the_model_can_be_loaded_when_the_state_was_removed(tmp_path: Path) -> N
     blobstore.remove(["run:1.state"], store=tmp_path)
     found = loaded(tmp_path, {"model": {"number": torch.tensor(0)}}, model="model")
     assert found["model"]["number"] == 2
+
+
+def trained(step: int) -> dict[str, Any]:
+    """Return a state whose first layer is frozen, and whose other one changes a little."""
+    torch.manual_seed(0)
+    model = {"frozen": torch.randn(64, 64), "w": torch.randn(64, 64) + step / 1000}
+    return {"model": model, "optimizer": {"m": torch.full((64, 64), step / 7)}, "step": step}
+
+
+def test_earlier_steps_of_a_run_are_frozen_in_the_background(store: LocalStore) -> None:
+    writer = StoreWriter(store, model="model", keep="delta")
+    for step in (1, 2, 3):
+        save(trained(step), checkpoint_id=f"run:{step}", storage_writer=writer)
+        if step == 2:
+            blobstore.copy("run:2", "run:best", store=store)
+        assert writer._freezing is not None
+        writer._freezing.result()
+    hot = {
+        name: {layer.name for layer in store.resolve(name).blobs if store.has_hot(layer.digest)}
+        for name in ("run:1.state", "run:best.state", "run:3.state")
+    }
+    assert {"frozen", "w", "optimizer.m"} <= hot["run:3.state"]
+    for name in ("run:1.state", "run:best.state"):
+        assert {"frozen", "w", "optimizer.m"} & hot[name] == {"frozen"}  # the newest step needs it
+    for step in (1, 2, 3):
+        assert_equal(loaded(store.root, emptied(trained(0)), f"run:{step}"), trained(step))
+
+
+def test_a_failed_freeze_is_a_warning_and_the_steps_stay(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreBusy("another process has the lock")
+
+    monkeypatch.setattr(writer_module, "freeze_models", fail)
+    writer = StoreWriter(store, model="model", keep="delta")
+
+    def save_both() -> None:
+        for step in (1, 2):
+            save(trained(step), checkpoint_id=f"run:{step}", storage_writer=writer)
+            assert writer._freezing is not None
+            writer._freezing.result()
+
+    with pytest.warns(UserWarning, match=r"steps before run:2 were not frozen: another process"):
+        save_both()
+    assert_equal(loaded(store.root, emptied(trained(0)), "run:1"), trained(1))
+
+
+@pytest.mark.parametrize(("store", "keep"), [("s3://bucket/x", "delta"), (None, "deltas")])
+def test_what_cannot_be_kept_as_deltas_is_refused(store: str | None, keep: Any) -> None:
+    with pytest.raises(UsageError, match="keep is 'files', or 'delta' in a folder, got 'delta"):
+        StoreWriter(store, keep=keep)
 
 
 @pytest.mark.parametrize(
