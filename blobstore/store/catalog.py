@@ -111,10 +111,11 @@ class Catalog:
 
     def _look(self, path: str, unknown: dict[str, FileVersion | None]) -> None:
         """Note what is known of a manifest, or that it is not known."""
-        version = None
-        with contextlib.suppress(StoreError):  # reading the manifest reports it
+        try:
             # Before the file is read: one that is replaced in between is read again next time.
             version = FileVersion.of(self._root + path)
+        except StoreError:  # reading the manifest reports it
+            version = None
         known = None if version is None else self.references.known(version)
         self._found[path] = _Found(version, known)  # in the order of names
         if known is None:
@@ -169,10 +170,11 @@ class Catalog:
 
     def named(self, digest: Digest) -> list[Reference]:
         """Return the names of a manifest, sorted."""
+        key = bytes.fromhex(digest.hex)
         return [
             Reference(*path.split("/"))
             for path, one in self._found.items()
-            if one.known is not None and one.known.digest == digest
+            if one.known is not None and one.known.key == key
         ]
 
     def _entry(self, path: str) -> CatalogEntry:

@@ -169,11 +169,8 @@ class ReachableBlobs:
     def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
         """Return the manifests that reference one of these blobs by the paths of their files."""
         wanted = set(self.references.numbers(blobs).values())
-        return {
-            path: item
-            for path, item in self._manifests.items()
-            if wanted and not wanted.isdisjoint(item.known.blobs)
-        }
+        found = self._manifests.items() if wanted else ()
+        return {path: item for path, item in found if not wanted.isdisjoint(item.known.blobs)}
 
     def reached(self) -> set[str]:
         """Return the hex digests of all blobs that the manifests reference."""

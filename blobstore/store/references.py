@@ -43,8 +43,8 @@ _VERSION: Final = struct.Struct(f"=3Q2q{_RECORD.size - 40}x")
 """The start of a record: the version of the file."""
 _KEY: Final = PUBLISHED_SCHEME.encode()
 _MAX_BYTES: Final = 1 << 30
-_FEW: Final = 4
-"""So often the digests of a manifest are looked for among all others; then these are put into a dict."""
+_FEW: Final = 64
+"""So many blobs are searched for among all others; then these are put into a dict."""
 _MARGIN_NS: Final = 3 * 10**9
 """A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
 
@@ -84,7 +84,12 @@ class KnownManifest(NamedTuple):
     @property
     def digest(self) -> Digest:
         """The digest of its bytes."""
-        return Digest(self._record.digest.hex())
+        return Digest(self.key.hex())
+
+    @property
+    def key(self) -> bytes:
+        """The bytes of that digest."""
+        return self._record.digest
 
     @property
     def blobs(self) -> array[int]:
@@ -311,9 +316,13 @@ class References:
         """Return the numbers of blobs by their digests, among others; new ones get these sizes."""
         found = self._numbers
         if len(found) < len(self) and not blobs.keys() <= found.keys():
-            is_many = self._searches >= _FEW
-            self._searches += 1
-            found.update((digest, n) for n, digest in self._every() if is_many or digest in blobs)
+            self._searches += len(blobs)
+            if self._searches > _FEW:
+                found.update((digest, number) for number, digest in self._every())
+            else:
+                for digest in blobs.keys() - found.keys():
+                    if (number := self._find(digest)) is not None:
+                        found[digest] = number
         for digest, size in blobs.items():
             if digest not in found:
                 found[digest] = len(self.sizes)
@@ -321,6 +330,13 @@ class References:
                 self.sizes.append(size)
                 self._uses.append(0)
         return found
+
+    def _find(self, digest: bytes) -> int | None:
+        """Return the number of a blob, searching all digests."""
+        place = self._digests.find(digest)
+        while place % 32 and place >= 0:  # the end of one digest and the start of the next
+            place = self._digests.find(digest, place + 1)
+        return place // 32 if place >= 0 else None
 
     def _every(self) -> Iterator[tuple[int, bytes]]:
         # Of a copy, because bytes that an iterator looks at cannot grow.

@@ -28,7 +28,7 @@ def test_prints_one_page(store: LocalStore, dense: Path) -> None:
 
     assert found["name"] == "dense:latest"
     assert found["also named"] == "team/copy:latest"
-    assert found["ID"] == run("list", "dense").stdout.split()[6]
+    assert found["ID"] == run("list", "dense").stdout.split()[5]
     assert found["source"] == "a folder"
     assert found["architecture"] == "TinyForCausalLM (tiny)"
     assert found["license"] == "apache-2.0"

@@ -464,3 +464,19 @@ def test_blobs_of_manifests_that_are_gone_are_dropped(tmp_path: Path) -> None:
     assert len(again) == 2
     assert again.number(C) == found.blobs[1]
     assert again.known(VERSION._replace(inode=8)) is None
+
+
+@pytest.mark.parametrize("asked", [1, 100], ids=["few", "many"])
+def test_a_blob_is_found_by_its_whole_digest(tmp_path: Path, asked: int) -> None:
+    path = tmp_path / "references"
+    first = References(path)
+    first.add(VERSION, A, manifest({B: 5, C: 6}))
+    first.save([VERSION])
+    # The end of one digest and the start of the next, which stands before the second of these.
+    between = Digest(B.hex[32:] + C.hex[:32])
+    others = [Digest.of(b"%d" % number) for number in range(asked)]
+    again = References(path)
+    found = again.numbers([C, between, B, *others])
+    assert [found[one] for one in (B, C)] == [0, 1]
+    assert sorted(found.values()) == list(range(3 + asked))
+    assert again.digest(found[between]) == between
