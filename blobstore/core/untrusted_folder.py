@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from blobstore.core.escape import quote, shell_word
 from blobstore.core.files import OPEN_FLAGS, check_regular
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Self
 
+MAX_DEPTH: Final = 64
+"""Folders in folders that are walked through: others are opened one by one from the top."""
 _FOLDER_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 _T = TypeVar("_T")
 
@@ -76,13 +78,26 @@ class Folder:
         return type(self)(self.path / name, descriptor=self._open_folder(name))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the name and status of all that is below the folder, and follow no link. Raises OSError."""
-        for folder, folders, files, descriptor in os.fwalk(
-            ".", onerror=_raise, dir_fd=self._opened()
-        ):
-            for name in (*folders, *files):
-                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-                yield os.path.normpath(f"{folder}/{name}"), status
+        """Yield the name and status of all that is below the folder, and follow no link.
+
+        Raises:
+            OSError: something cannot be looked at, or lies too deep.
+        """
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            if folder.count("/") > MAX_DEPTH:
+                why = f"it has folders more than {MAX_DEPTH} deep"
+                raise OSError(errno.ENAMETOOLONG, why, str(self.path))
+            descriptor = self._open_folder(folder)
+            try:
+                for name in os.listdir(descriptor):  # noqa: PTH208 - of a descriptor
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    yield folder + name, status
+                    if stat.S_ISDIR(status.st_mode):
+                        folders.append(f"{folder}{name}/")
+            finally:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Close the folder. Nothing can be opened any more."""
@@ -158,7 +173,3 @@ def _status(name: str, folder: int) -> os.stat_result:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     return status
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.untrusted_folder import Folder
+from blobstore.core.untrusted_folder import MAX_DEPTH, Folder
 from blobstore.errors import BlobstoreError, SourceError
 
 
@@ -159,3 +159,23 @@ def test_no_descriptor_stays_open(top: Path) -> None:
         folder.names("a/b/no/x")
     del folder  # as a source that could not be opened
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_folders_are_walked_through_to_a_depth(top: Path) -> None:
+    deepest = top.joinpath(*["d"] * MAX_DEPTH)
+    deepest.mkdir(parents=True)
+    with_file = deepest / "x"
+    with_file.write_text("inside")
+    folder = Folder(top)
+    assert dict(folder.walk())[str(with_file.relative_to(top))].st_size == 6
+    before = len(os.listdir("/dev/fd"))
+    (deepest / "d").mkdir()
+    with pytest.raises(OSError, match="64 deep") as caught:
+        list(folder.walk())
+    assert caught.value.filename == str(top)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_walk_follows_no_link(top: Path) -> None:
+    (top / "link").symlink_to("a")
+    assert {name for name, _ in following(top).walk()} == {"a", "a/b", "a/b/x", "link"}

@@ -469,6 +469,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to weights": (_link("model-00000-of-00002.safetensors"), "neither a file nor a folder"),
     "a link to a small file": (_link("config.json"), "neither a file nor a folder"),
     "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "neither a file nor a folder"),
+    "deep folders": (
+        lambda folder: (folder / "/".join("d" * 66)).mkdir(parents=True),
+        "has folders more than 64 deep",
+    ),
     "a truncated file": (
         lambda folder: os.truncate(folder / "model-00000-of-00002.safetensors", 500),
         "safetensors",
