@@ -42,6 +42,18 @@ if TYPE_CHECKING:
     help="File of tokens, one on each line; each request needs one. Read again when it changes.",
 )
 @click.option(
+    "--tls-cert",
+    type=arguments.FILE,
+    metavar="FILE",
+    help="Speak TLS with this certificate, in PEM with those of its issuers. Read again when it changes.",
+)
+@click.option(
+    "--tls-key",
+    type=arguments.FILE,
+    metavar="FILE",
+    help="The key of the certificate, in PEM.",
+)
+@click.option(
     "--upstream",
     metavar="URL",
     help="Fetch models that the store lacks from this Hub, for example https://huggingface.co.",
@@ -87,6 +99,8 @@ def command(
     port: int,
     allow: tuple[str, ...],
     token_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     upstream: str | None,
     upstream_token_file: str | None,
     peers: list[str],
@@ -113,6 +127,8 @@ def command(
             port=port,
             allow=allow,
             token_file=token_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
             anonymous=anonymous,
             upstream=upstream,
             upstream_token_file=upstream_token_file,

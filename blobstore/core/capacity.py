@@ -31,6 +31,7 @@ class Capacity(NamedTuple):
 
 # A server
 CONNECTIONS: Final = Capacity(4096, "yields", "connections that are open")
+HANDSHAKES: Final = Capacity(256, "yields", "handshakes of TLS that have not ended")
 JOBS: Final = Capacity(1000, "refused", "jobs of a kind of work that are begun or wait")
 ANSWER: Final = Capacity(8, "queued", "answers that take their time")
 SEND: Final = Capacity(8, "queued", "sends: reads of files")

@@ -80,6 +80,10 @@ class Access:
         found = [len(one) for one in starts if hmac.compare_digest(given[: len(one)], one)]
         return given[max(found) :] if found else None  # a token may begin with another one
 
+    def first(self) -> str:
+        """Return the first token, for a file that has one; empty without tokens."""
+        return next((one.decode() for one in self.tokens or ()), "")
+
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
         name = name.strip("[]").lower()

@@ -1,4 +1,4 @@
-"""Sends the parts of a response: ranges of files by sendfile, others as bytes.
+"""Sends the parts of a response: ranges of files by sendfile, others, and all over TLS, as bytes.
 
 Nothing that may wait for a disk or a processor runs on the thread of the event loop.
 """
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 WRITTEN = 256 << 10
 """Bytes of a response that are buffered for a client that does not read."""
+_PIECE = WRITTEN // 2
+"""Bytes that are written at once: TLS has encrypted a piece, and buffers it, when the next one waits."""
 WINDOW = 4 << 20
 """Bytes that are sent between two looks at whether the client takes them."""
 _SMALL = 64 << 10
@@ -88,11 +90,7 @@ class BodySender:
         """
         for number, part in enumerate(parts):
             if isinstance(part, bytes):
-                # Bytes that the client does not take are copied, so a long part is written in pieces.
-                for begin in range(0, len(part), WRITTEN):
-                    piece = memoryview(part)[begin : begin + WRITTEN]
-                    await writer.write(piece)
-                    on_sent(len(piece))
+                await _write(writer, part, on_sent)
                 continue
             if isinstance(part, FilePart):
                 await self._send_arriving(part, writer, transport, on_sent)
@@ -101,7 +99,7 @@ class BodySender:
             try:
                 with self._verified_ahead(parts, number + 1):
                     if blob.descriptor is None:
-                        await self._send_cold(cast("BlobPart", part), transport, on_sent)
+                        await self._send_cold(cast("BlobPart", part), writer, transport, on_sent)
                     else:
                         stops = [part.begin, part.begin + part.length]
                         if number + 1 == len(parts) and part.length >= _SMALL:
@@ -194,34 +192,55 @@ class BodySender:
                 await self._reads.call(read_ahead, descriptor, begin, count)
             if count >= _SMALL and await _sendfile(transport, descriptor, begin, count):
                 blob.check_same()
-            else:
-                data = os.pread(descriptor, count, begin)
-                if len(data) != count:  # the file has become shorter
+                on_sent(count)
+                continue
+            for place in range(begin, begin + count, _PIECE):
+                size = min(_PIECE, begin + count - place)
+                data = os.pread(descriptor, size, place)
+                if len(data) != size:  # the file has become shorter
                     raise ConnectionAbortedError("a blob ended early")
                 blob.check_same()
-                await writer.write(data)
-                await asyncio.sleep(0)  # see _sendfile: a file may have thousands of such ranges
-            on_sent(count)
+                await _write(writer, data, on_sent)
 
     async def _send_cold(
         self,
         part: BlobPart,
+        writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
         for piece in await self._decodes.call(self._blobs.cold_pieces, part):
             decode = partial(self._decodes.call, piece.decode)
             async with self._pieces.one(transport, piece.key, decode) as data:
-                await _send_bytes(transport, data)
+                if is_encrypted(transport):
+                    await _write(writer, data, on_sent)
+                else:
+                    await _send_bytes(transport, data)
+                    on_sent(piece.size)
                 del data  # before it is another's turn
-            on_sent(piece.size)
+
+
+def is_encrypted(transport: asyncio.BaseTransport) -> bool:
+    """Return whether a connection has TLS. Then nothing else may write to its socket."""
+    return transport.get_extra_info("sslcontext") is not None
+
+
+async def _write(writer: Writer, data: bytes | bytearray, on_sent: Callable[[int], object]) -> None:
+    """Write bytes in pieces, because those that the client does not take are copied."""
+    for begin in range(0, len(data), _PIECE):
+        piece = memoryview(data)[begin : begin + _PIECE]
+        await writer.write(piece)
+        on_sent(len(piece))
+        await asyncio.sleep(0)  # see _send: a body may have thousands of pieces
 
 
 async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, count: int) -> bool:
-    """Send a range of a file without a copy; return False, and send nothing, if the system cannot.
+    """Send a range of a file without a copy; return False, and send nothing, if the system cannot, or over TLS.
 
     The loop's own sendfile takes twice the time, because it pauses and resumes reading for each range.
     """
+    if is_encrypted(transport):
+        return False
     sent = 0
 
     def send(client: int) -> int:

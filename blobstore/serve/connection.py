@@ -1,7 +1,8 @@
 """Connections of clients: how many there may be, and how much a client may send before it is answered.
 
 If all are taken, one is ended for the next: the one that has moved no byte for the longest time, those that wait for no
-answer before others. So clients that say nothing, or read nothing, do not keep others out.
+answer before others. So clients that say nothing, or read nothing, do not keep others out. Fewer may be in the
+handshake of TLS, and each of these has :data:`HANDSHAKE_SECONDS`.
 
 aiohttp limits the lines of a head, and how many requests of a client wait for their turn. Both together are over 60 MiB
 for each connection, and more in some versions. So a connection is not read any more when its client has sent
@@ -13,10 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from asyncio.sslproto import SSLProtocol
 from typing import TYPE_CHECKING, Final, cast
 
+from blobstore.core import capacity
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import ssl
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Protocol
 
     class Body(Protocol):
@@ -31,6 +36,11 @@ MAX_AHEAD: Final = 64 << 10
 """Bytes of heads, or of requests that wait. One read of a socket may exceed it. Bodies do not count: aiohttp holds little of them."""
 GRACE_SECONDS: Final = 2.0
 """How long a connection may move no byte if another one needs its place."""
+MAX_HANDSHAKES: Final = capacity.HANDSHAKES.most
+HANDSHAKE_SECONDS: Final = 10
+"""How long the handshake of TLS may take."""
+_GOODBYE_SECONDS: Final = 2
+"""How long the end of TLS may take."""
 
 
 class Connections:
@@ -41,22 +51,32 @@ class Connections:
         self._most = most
         self._moved: dict[Connection, float] = {}
         """When each has last moved a byte. The one that has done so last is the last one."""
+        self.handshakes: dict[Connection, None] = {}
+        """Those in the handshake of TLS. The one that has come last is the last one."""
 
     def __len__(self) -> int:
         return len(self._moved)
 
-    def accepted(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+    def accepted(
+        self, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+    ) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which passes what it reads to that of ``make``, or refuses it."""
-        if len(self) >= self._most and not self._ends_one():
-            return Refusal()
+        full: Iterable[Connection] = self._moved if len(self) >= self._most else ()
+        if tls is not None and len(self.handshakes) >= MAX_HANDSHAKES:
+            full = self.handshakes
+        if full and not self._ends_one(full):
+            return Refusal(is_plain=tls is None)
         connection = Connection(make(), self)
         self.moved(connection)
-        return connection
+        if tls is None:
+            return connection
+        self.handshakes[connection] = None
+        return _Encrypted(connection, tls)
 
-    def _ends_one(self) -> bool:
+    def _ends_one(self, among: Iterable[Connection]) -> bool:
         """End a connection that is in the way; return whether one was."""
-        oldest = next(iter(self._moved))
-        idle = next((one for one in self._moved if not one.is_answering), oldest)
+        oldest = next(iter(among))
+        idle = next((one for one in among if not one.is_answering), oldest)
         for one in (idle, oldest):
             if time.monotonic() - self._moved[one] >= GRACE_SECONDS:
                 one.abort()
@@ -65,12 +85,13 @@ class Connections:
 
     def moved(self, connection: Connection) -> None:
         """Note that a connection has moved a byte now."""
-        self.left(connection)
+        self._moved.pop(connection, None)
         self._moved[connection] = time.monotonic()
 
     def left(self, connection: Connection) -> None:
         """Forget a connection."""
         self._moved.pop(connection, None)
+        self.handshakes.pop(connection, None)
 
 
 class Connection(asyncio.Protocol):
@@ -113,17 +134,26 @@ class Connection(asyncio.Protocol):
         """Note that the client has taken a byte."""
         self._host.moved(self)
 
+    def accepted(self, transport: asyncio.BaseTransport) -> None:
+        """Note the transport of a connection whose handshake begins."""
+        self._transport = cast("asyncio.Transport", transport)
+
     def abort(self) -> None:
         """End the connection now."""
-        self._host.left(self)
+        self.left()
         if self._transport is not None:
             self._transport.abort()
+
+    def left(self) -> None:
+        """Note that the connection has ended."""
+        self._host.left(self)
 
     # What the loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
-        self._transport = cast("asyncio.Transport", transport)
+        self.accepted(transport)
+        self._host.handshakes.pop(self, None)
         self._handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -142,7 +172,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
-        self._host.left(self)
+        self.left()
         self._handler.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -154,14 +184,52 @@ class Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
 
+class _Encrypted(SSLProtocol):
+    """TLS below a connection, which can be ended during the handshake, too."""
+
+    max_size = 16 << 10
+    """Bytes of its buffer, which has 256 KiB by default. Clients send little."""
+
+    def __init__(self, connection: Connection, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        unwanted: asyncio.Future[None] = loop.create_future()  # of the end of the handshake
+        unwanted.cancel()
+        super().__init__(
+            loop,
+            connection,
+            context,
+            unwanted,
+            server_side=True,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=_GOODBYE_SECONDS,
+        )
+        self._connection = connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.Protocol`."""
+        cast("asyncio.Transport", transport).set_write_buffer_limits(0)
+        self._connection.accepted(transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See :class:`asyncio.Protocol`. The connection is not told if the handshake has not ended."""
+        super().connection_lost(exc)
+        self._connection.left()
+
+
 class Refusal(asyncio.Protocol):
     """Ends a connection beyond the limit."""
+
+    def __init__(self, *, is_plain: bool) -> None:
+        """Say why if the connection ``is_plain``: with TLS, that would need a handshake."""
+        self._is_plain = is_plain
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
         stream = cast("asyncio.Transport", transport)
-        stream.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n"
-            b"Connection: close\r\n\r\n"
-        )
+        if self._is_plain:
+            stream.write(
+                b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n"
+                b"Connection: close\r\n\r\n"
+            )
         stream.close()

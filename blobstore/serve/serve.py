@@ -5,31 +5,33 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.files import read_regular
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
+from blobstore.serve.listener import read_certificate
 from blobstore.serve.log import Log
 from blobstore.serve.routes import answer
 from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.serve.visible import Visible
+from blobstore.serve.watched import Watched
 from blobstore.store.cold import load_decoder
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
+    import ssl
     from collections.abc import Callable, Sequence
 
     from blobstore.serve.messages import Request, Response
 
 _MAX_TOKEN_FILE = 1 << 20
-_LOOK_SECONDS = 1.0
 FRESH_SECONDS = 300.0
 """An answer of the upstream holds for this time, in seconds."""
 
@@ -41,6 +43,8 @@ def serve(
     port: int = 8080,
     allow: Sequence[str] = (),
     token_file: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
     anonymous: bool = False,
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
@@ -61,6 +65,9 @@ def serve(
         allow: globs of the names that are served; none means all.
         token_file: a file of tokens, one on each line, of which a request must have one. It is read again
             when it changes. A line that is not a token by then is reported to ``log``.
+        tls_cert: a file with the server's certificate and those that lead to its issuer, in PEM. The server speaks
+            TLS then. It is read again when it or ``tls_key`` changes; faults by then are reported to ``log``.
+        tls_key: a file with the key of the certificate, in PEM and without a password.
         anonymous: serve everyone, under any host name: a proxy that asks for tokens, for example.
         upstream: the URL of a Hub, or of another server, that has the models that the store lacks. They are
             fetched when a client first asks for them, and stay in the store.
@@ -78,10 +85,11 @@ def serve(
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL;
+            or a certificate and its key do not belong together.
         MissingLibrary: aiohttp is not installed, or httpx2, which an upstream or a peer needs.
         StoreBusy: another process fetches models into this store.
-        BlobstoreError: the port is taken, or a token file cannot be read.
+        BlobstoreError: the port is taken, or a token file, a certificate or a key cannot be read.
     """
     is_local = _is_loopback(host)
     if not is_local and token_file is None and not anonymous:
@@ -95,11 +103,12 @@ def serve(
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     lines = Log(log)
+    fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
+    tokens: Watched[Access] | None = None
     if token_file is not None:
-        access: Callable[[], Access] = _TokenFile(token_file, lines)
-    else:
-        fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
-        access = lambda: fixed  # noqa: E731
+        tokens = Watched([Path(token_file)], partial(_read_tokens, Path(token_file)), lines.note)
+    tls = _certificate(tls_cert, tls_key, lines)
+    watched = [one for one in (tokens, tls) if one is not None]
 
     load_decoder()
     with contextlib.ExitStack() as stack:
@@ -113,7 +122,8 @@ def serve(
                 from blobstore.serve.upstream import Upstream
             token = ""
             if upstream_token_file is not None:
-                token = _TokenFile(upstream_token_file).tokens[0].decode()
+                own = Path(upstream_token_file)
+                token = Watched([own], partial(_read_tokens, own), lines.note).value.first()
             through = PullThrough(
                 library,
                 None if upstream is None else Upstream.parse(upstream),
@@ -129,7 +139,8 @@ def serve(
             def all_metrics() -> str:
                 return metrics() + (through.metrics() if through else "")
 
-            return answer(request, library, access(), all_metrics, through)
+            access = fixed if tokens is None else tokens.value
+            return answer(request, library, access, all_metrics, through)
 
         threading.Thread(target=_look_ahead, args=(library,), daemon=True).start()
         run_server(
@@ -140,6 +151,8 @@ def serve(
             on_ready=on_ready,
             stop=stop,
             tidy=library.release_idle,
+            look=lambda: [one.look() for one in watched],
+            tls=lambda: None if tls is None else tls.value,
             log=lines,
             heals=upstream is not None,
             drain=drain,
@@ -151,48 +164,33 @@ def _look_ahead(library: Library) -> None:
         Visible.of(library).look_ahead()
 
 
-def _read_tokens(path: Path) -> tuple[Sequence[bytes], BlobstoreError | None]:
-    """Return the tokens of a file, and its fault, if it has one."""
-    try:
-        tokens, wrong = parse_tokens(read_regular(path, _MAX_TOKEN_FILE))
-    except BlobstoreError as error:
-        return (), error
-    except OSError as error:
-        message = f"cannot read the token file {quote(path)}: {error.strerror}"
-        return (), BlobstoreError(message)
-    return tokens, UsageError(wrong) if wrong else None
+def _certificate(
+    chain: str | os.PathLike[str] | None, key: str | os.PathLike[str] | None, log: Log
+) -> Watched[ssl.SSLContext] | None:
+    if chain is None and key is None:
+        return None
+    if chain is None or key is None:
+        raise UsageError("TLS needs both a certificate and its key")
+    pair = Path(chain), Path(key)
+    return Watched(pair, lambda _: (read_certificate(*pair), ""), log.note)
 
 
-class _TokenFile:
-    """The access that a file of tokens gives, looked at again about once in a second.
+def _read_tokens(path: Path, before: Access | None) -> tuple[Access, str]:
+    """Return the access that a file of tokens gives, and its fault. Raises BlobstoreError if nothing was read before.
 
     A token that is no longer in the file is refused, even if the file has faults.
     """
-
-    def __init__(self, path: str | os.PathLike[str], log: Log | None = None) -> None:
-        """Read the file. Raises BlobstoreError or UsageError."""
-        self._path, self._log = Path(path), log or Log(None)
-        self._version: FileVersion | None = None
-        self._wrong: BlobstoreError | None = None
-        self._look()
-        if self._wrong is not None:
-            raise self._wrong
-
-    def __call__(self) -> Access:
-        if time.monotonic() - self._looked > _LOOK_SECONDS:
-            before = str(self._wrong)
-            self._look()
-            if self._wrong is not None and str(self._wrong) != before:
-                self._log.note(error=str(self._wrong))
-        return Access(self.tokens)
-
-    def _look(self) -> None:
-        self._looked, version = time.monotonic(), None
-        with contextlib.suppress(BlobstoreError):  # reading it says what is wrong
-            version = FileVersion.of(self._path)
-        if version is None or version != self._version:
-            self.tokens, self._wrong = _read_tokens(self._path)
-            self._version = version if self.tokens else None
+    try:
+        tokens, wrong = parse_tokens(read_regular(path, _MAX_TOKEN_FILE))
+    except OSError as error:
+        wrong = f"cannot read the token file {quote(path)}: {error.strerror}"
+    except BlobstoreError as error:
+        wrong = str(error)
+    else:
+        return Access(tokens), wrong
+    if before is None:
+        raise BlobstoreError(wrong)
+    return Access(()), wrong
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,9 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.arriving_file import max_files
 from blobstore.serve.blob_reader import BlobReader
-from blobstore.serve.body import WRITTEN, BodySender
+from blobstore.serve.body import WRITTEN, BodySender, is_encrypted
 from blobstore.serve.connection import Connection, Connections
+from blobstore.serve.listener import listening
 from blobstore.serve.log import ErrorLog, Log
 from blobstore.serve.messages import PEER, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
@@ -36,6 +36,8 @@ from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared
 from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
+    import socket
+    import ssl
     from collections.abc import Callable, Iterator, Mapping
 
     from aiohttp import web
@@ -78,6 +80,7 @@ _CLIENT_LEFT = 499
 _TURN_SECONDS = 0.0005
 """How long a thread computes while another one waits for its turn. The loop needs a turn after each call to the system."""
 _LOG_SECONDS = 0.25
+_LOOK_SECONDS = 1.0
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
@@ -149,10 +152,12 @@ class Server:
         on_ready: Callable[[], object],
         stop: Callable[[], bool],
         tidy: Callable[[], object],
+        look: Callable[[], object],
+        tls: Callable[[], ssl.SSLContext | None],
     ) -> None:
         """Serve until the process is asked to stop or ``stop`` is true, and then finish responses that end in time.
 
-        ``tidy`` is called from time to time on a thread.
+        ``tidy`` is called from time to time on a thread, ``look`` each second, and ``tls`` for each connection.
         """
         from aiohttp import web
 
@@ -173,10 +178,11 @@ class Server:
         connections = Connections(max_connections(fetches=self._heals))
         self._connections = connections.__len__
         listening = await asyncio.get_running_loop().create_server(
-            lambda: connections.accepted(manager), sock=listener, backlog=1024
+            lambda: connections.accepted(manager, tls()), sock=listener, backlog=1024
         )
         chores = [
             asyncio.create_task(self._repeat(_LOG_SECONDS, self._log.flush)),
+            asyncio.create_task(self._repeat(_LOOK_SECONDS, look)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, self._collect)),
         ]
@@ -250,7 +256,8 @@ class Server:
         transport = raw.transport
         if transport is None:
             raise ConnectionResetError("the client has left")
-        transport.set_write_buffer_limits(0)  # what is written has left this process
+        # What is written has left this process. With TLS and 0, asyncio would pause a writer that has nothing left.
+        transport.set_write_buffer_limits(1)
         response = await self._judged(raw, transport, exchange.request, answer)
         response = without_body(exchange.request, response)
         exchange.status, texts = response.status, response.texts
@@ -486,6 +493,8 @@ def _connection(transport: asyncio.Transport | None) -> Connection:
 
 def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
     found = {name: value for name in _HEADERS if (value := raw.headers.get(name)) is not None}
+    if raw.transport is not None and is_encrypted(raw.transport):
+        found["x-forwarded-proto"] = "https"
     if "accept" in found:  # some clients send a line for each type
         found["accept"] = ", ".join(raw.headers.getall("accept"))
     # aiohttp gives bytes that are not UTF-8 as lone surrogates, which nothing can encode.
@@ -513,29 +522,6 @@ def _named(response: Response) -> dict[str, str]:
     return {"Server": "blobstore", **response.headers}
 
 
-@contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open a port.
-
-    Raises:
-        BlobstoreError: it is taken, or this machine has no such address.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise BlobstoreError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    with listener:
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            raise BlobstoreError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        yield listener
-
-
 def run_server(
     answer: Answer,
     store: LocalStore,
@@ -545,6 +531,8 @@ def run_server(
     on_ready: Callable[[str], object],
     stop: Callable[[], bool] = lambda: False,
     tidy: Callable[[], object] = lambda: None,
+    look: Callable[[], object] = lambda: None,
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     log: Log | None = None,
     in_threads: bool = False,
     heals: bool = False,
@@ -560,6 +548,8 @@ def run_server(
         on_ready: called with the address, once the port is open.
         stop: called from time to time; True ends the server as a signal does.
         tidy: called from time to time on a thread.
+        look: called on a thread each second.
+        tls: returns the settings of TLS of the next connection; None for none.
         log: called with lines of JSON; None for no log.
         in_threads: call ``answer`` on threads, because it is slow.
         heals: answer a request once more if its response is damaged: with :attr:`Request.damaged`, ``answer``
@@ -577,9 +567,16 @@ def run_server(
 
     async def run(listener: socket.socket) -> None:
         name, number = listener.getsockname()[:2]
-        url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+        scheme = "http" if tls() is None else "https"
+        url = f"{scheme}://[{name}]:{number}" if ":" in name else f"{scheme}://{name}:{number}"
         await Server(store, log, in_threads=in_threads, heals=heals, drain=drain).run(
-            answer, listener, on_ready=lambda: on_ready(url), stop=stop, tidy=tidy
+            answer,
+            listener,
+            on_ready=lambda: on_ready(url),
+            stop=stop,
+            tidy=tidy,
+            look=look,
+            tls=tls,
         )
 
     # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.

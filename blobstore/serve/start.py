@@ -49,6 +49,8 @@ def start_server(
     port: int = 0,
     allow: Sequence[str] = (),
     token_file: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
     anonymous: bool = False,
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
@@ -63,6 +65,8 @@ def start_server(
         port: 0 for any free one.
         allow: globs of the names that are served; by default all.
         token_file: a file of tokens, one on each line, of which a request must have one.
+        tls_cert: a file with the certificate of the server, in PEM, for TLS. It is read again when it changes.
+        tls_key: a file with its key.
         anonymous: serve everyone who reaches the address.
         upstream: the URL of a Hub that has the models that the store lacks.
         upstream_token_file: a file with the token for ``upstream``.
@@ -75,7 +79,7 @@ def start_server(
     Raises:
         MissingLibrary: aiohttp is not installed.
         UsageError: others reach the address, and neither ``token_file`` nor ``anonymous`` is given.
-        BlobstoreError: the port is taken, or a token file cannot be read.
+        BlobstoreError: the port is taken, or a token file, a certificate or a key cannot be read.
     """
     stop, started, ended = threading.Event(), Future[str](), Future[None]()
 
@@ -87,6 +91,8 @@ def start_server(
                 port=port,
                 allow=allow,
                 token_file=token_file,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
                 anonymous=anonymous,
                 upstream=upstream,
                 upstream_token_file=upstream_token_file,

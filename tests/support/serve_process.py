@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -65,20 +66,25 @@ class Serving:
     """A server that runs."""
 
     url: str
-    """``http://127.0.0.1:port``."""
+    """``http://127.0.0.1:port``, or ``https://localhost:port``."""
     process: Process | subprocess.Popen[bytes]
     log_file: Path
-    lines: list[str] = field(default_factory=list)
+    tls: ssl.SSLContext | None = None
+    """With it, the server is asked over TLS."""
 
     @property
     def host(self) -> str:
-        return self.url.removeprefix("http://")
+        return self.url.partition("://")[2]
 
     def request(
         self, target: str, method: str = "GET", body: bytes | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """Return the status, the headers by lower-case names and the body of a response."""
-        connection = http.client.HTTPConnection(self.host, timeout=SECONDS)
+        connection = (
+            http.client.HTTPConnection(self.host, timeout=SECONDS)
+            if self.tls is None
+            else http.client.HTTPSConnection(self.host, timeout=SECONDS, context=self.tls)
+        )
         with contextlib.closing(connection):
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, target, body=body, headers=named)
@@ -126,8 +132,9 @@ def serving(
     *options: str,
     limits: Mapping[str, float] = MappingProxyType({}),
     is_new: bool = False,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Serving]:
-    """Run the command; its log is in ``folder``. ``limits`` has other values of constants.
+    """Run the command; its log is in ``folder``. ``limits`` has other values of constants, ``tls`` asks a server with TLS.
 
     Their names begin with the module in blobstore.serve, or with blobstore. The server is forked from a
     process that has all imported, which takes a tenth of the time, unless ``is_new``.
@@ -150,10 +157,12 @@ def serving(
         process = Process(nursery().fork(command, output, log_file, hooks=hooks))
     try:
         line = _first_line(output, process)
-        found = re.fullmatch(r"serving (http://\S+); stop with Ctrl-C\n", line)
+        found = re.fullmatch(r"serving (https?://\S+); stop with Ctrl-C\n", line)
         assert found is not None, (line, log_file.read_text(encoding="utf-8"))
         port = urlsplit(found[1]).port
-        yield Serving(f"http://127.0.0.1:{port}", process, log_file)
+        url = f"http://127.0.0.1:{port}" if tls is None else f"https://localhost:{port}"
+        assert found[1].partition(":")[0] == url.partition(":")[0]
+        yield Serving(url, process, log_file, tls)
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -22,6 +22,7 @@ COUNTED = {
 # The tests that ask for one more and for forty more, some of them with clients that leave.
 TESTS = {
     "CONNECTIONS": "tests/attacks/test_serve.py",
+    "HANDSHAKES": "tests/attacks/test_tls.py",
     **dict.fromkeys(("ARRIVALS", "PATIENT"), "tests/unit/serve/test_pull_through.py"),
     "ARRIVING_FILES": "tests/unit/serve/test_cache_limit.py",
     "DECODED": "tests/unit/serve/test_body.py",

@@ -15,7 +15,7 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.serve import serve, start
+from blobstore.serve import start
 from blobstore.serve.library import Library
 from blobstore.serve.start import start_server
 from blobstore.store.local import LocalStore
@@ -43,7 +43,7 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("httpx2", reason="it is in the extra [registry]")
-    monkeypatch.setattr(serve, "_LOOK_SECONDS", -1)
+    monkeypatch.setattr("blobstore.serve.server._LOOK_SECONDS", 0)
     tokens, is_read = tmp_path / "tokens", threading.Event()
     tokens.write_text("0123456789abcdef\n")
     with (
