@@ -23,9 +23,11 @@ from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import Claim, max_files
-from blobstore.serve.names import repository_of
 from blobstore.serve.refusal import Refusal
+from blobstore.serve.unprepared import prepared
+from blobstore.store.catalog import read_catalog
 from blobstore.store.eviction import choose_evicted
+from blobstore.store.history import read_former
 from blobstore.store.scan import scan_folder, walk_files
 
 if TYPE_CHECKING:
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.serve.library import Library
     from blobstore.serve.pulled import Origin
+    from blobstore.store.catalog import Catalog
+    from blobstore.store.fetched import Commit
 
 IDLE_SECONDS: Final = 180.0
 """Seconds that a model stays after its last byte was sent, longer than the slowest client may pause."""
 _STEP: Final = 256 << 20
-"""The least space that is made at once, because each look reads all manifests."""
+"""The least space that is made at once, because each look asks for the status of all manifests."""
 
 
 @dataclass(slots=True)
@@ -129,8 +133,7 @@ class CacheLimit:
             # Before space is made, so that the sum below includes this claim.
             claim.taken = min(claim.size, max(2 * claim.spent, _STEP))
             arriving = sum(one.taken for one in self._claims)
-            for item, only in self._oldest(self._max_size - arriving)[0]:
-                self._remove(item, only)
+            self._remove(self._oldest(self._max_size - arriving)[0])
 
     def release(self, claim: Claim) -> None:
         """See :class:`Space`."""
@@ -143,35 +146,48 @@ class CacheLimit:
         Raises:
             StoreError: the store cannot be written.
         """
-        for origin in self._pulled.all():
-            repository = repository_of(*origin.repository.split("/"))
-            names = self._library.listed_tags(repository) if repository else ()
-            every = (*map(self._manifests, names), self._lost())
-            if not any(self._may_be(versions, origin) for versions in every):
-                self._forget(origin)
+        self._forget(self._pulled.all())
 
-    def _forget(self, origin: Origin) -> None:
-        """Remove a record, unless it says who may read a model.
+    def _forget(self, origins: Iterable[Origin]) -> None:
+        """Remove records, except those that say who may read a model.
 
         The model may be a copy under another name, or one whose name was removed or lost and can be restored. Of one
         that an earlier version of blobstore has fetched, the record alone says that it was fetched.
         """
-        every = (self._manifests(reference) for reference in self._store.references())
-        if origin.is_marked and not any(
-            self._may_be(versions, origin) for versions in (*every, self._former(), self._lost())
-        ):
-            with self._store.writing():
-                self._pulled.forget(origin)
-
-    def _may_be(self, versions: Iterable[tuple[bool, bytes]], origin: Origin) -> bool:
-        """Return whether one of these manifests is this version, or is damaged and could be."""
-        commit = origin.repository, origin.commit
+        if not (marked := [origin for origin in origins if origin.is_marked]):
+            return
         try:
-            return any(
-                self._pulled.commit_of(Manifest.from_bytes(data)) == commit for _, data in versions
-            )
-        except (BlobstoreError, OSError):
-            return True
+            kept = set(self._commits())
+        except (BlobstoreError, OSError):  # a damaged manifest may be of any of them
+            return
+        with self._store.writing():
+            for origin in marked:
+                if (origin.repository, origin.commit) not in kept:
+                    self._pulled.forget(origin)
+
+    def _commits(self) -> Iterator[Commit | None]:
+        """Yield the commits of all models that the store has, or that can come back. Raises BlobstoreError or OSError."""
+        for origin in self._origins(self._names()).values():
+            yield (origin.repository, origin.commit) if origin else None
+        published = self._store.names.published
+        former = (
+            one.data for one in self._store.names.former(None) if self._is_restorable(one.data)
+        )
+        for data in (*former, *map(published.read_manifest, published.gone())):
+            yield self._pulled.commit_of(Manifest.from_bytes(data))
+
+    def _names(self) -> Catalog:
+        """Return the names of the store. Raises BlobstoreError if a manifest cannot be read."""
+        catalog = read_catalog(self._store)
+        for entry in catalog.unreadable():
+            if entry.error is not None:
+                raise entry.error
+        return catalog
+
+    def _origins(self, names: Catalog) -> Mapping[Reference, Origin | None]:
+        """Return the commits that names were fetched from. Each manifest is parsed once for that."""
+        references = [entry.reference for entry in names]
+        return prepared(lambda: self._library.origins(references))
 
     def _oldest(self, most: int) -> tuple[list[tuple[_Removable, set[str]]], int]:
         """Return what :func:`choose_evicted` returns. Raises BlobstoreError."""
@@ -205,60 +221,74 @@ class CacheLimit:
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
         """Return the fetched versions, and the hex digests of the blobs of other models. Raises BlobstoreError."""
-        found: dict[tuple[str, str], _Fetched] = {}
+        found: dict[Commit, _Fetched] = {}
         own: set[str] = set()
-        for reference in self._store.references():
-            is_given = self._pulled.has_given(reference)
-            for is_current, data in self._manifests(reference):
-                manifest = Manifest.from_bytes(data)
-                blobs = {blob.digest.hex: blob.size for blob in manifest.blobs}
-                origin = self._pulled.origin(manifest)
-                if origin is None or not is_given:
-                    own.update(blobs)
-                    continue
-                used = self._pulled.last_use(origin)
-                version = found.setdefault(
-                    (origin.repository, origin.commit), _Fetched(origin, used)
+        names = self._names()
+        origins = self._origins(names)
+        given = {
+            name for name, origin in origins.items() if origin and self._pulled.has_given(name)
+        }
+        hex_digests = names.references.hex_digests()
+
+        def add(
+            name: Reference, origin: Origin | None, blobs: Mapping[str, int]
+        ) -> _Fetched | None:
+            if origin is None or name not in given:
+                own.update(blobs)
+                return None
+            key = origin.repository, origin.commit
+            version = found.get(key) or _Fetched(origin, self._pulled.last_use(origin))
+            found[key] = version
+            version.blobs |= blobs
+            return version
+
+        for entry in names:
+            name, known = entry.reference, entry.known
+            if known is not None:
+                blobs = dict(
+                    zip(map(hex_digests.__getitem__, known.blobs), known.sizes, strict=True)
                 )
-                version.blobs |= blobs
-                if is_current:
-                    version.manifests.append((reference, Digest.of(data)))
+                if version := add(name, origins.get(name), blobs):
+                    version.manifests.append((name, known.digest))
+        for name, path in self._store.names.former_files(origins):
+            for former in read_former(path):
+                if self._is_restorable(former.data):
+                    manifest = Manifest.from_bytes(former.data)
+                    blobs = {blob.digest.hex: blob.size for blob in manifest.blobs}
+                    add(name, self._pulled.origin(manifest), blobs)
         return list(found.values()), own
 
-    def _manifests(self, reference: Reference) -> Iterator[tuple[bool, bytes]]:
-        yield True, self._store.read_manifest(reference)
-        yield from self._former(reference)
-
-    def _lost(self) -> Iterator[tuple[bool, bytes]]:
-        """Yield the manifests of names that another program has removed, or the disk has lost; some come back."""
-        for reference in self._store.names.published.gone():
-            yield False, self._store.names.published.read_manifest(reference)
-
-    def _former(self, reference: Reference | None = None) -> Iterator[tuple[bool, bytes]]:
-        """Yield the former manifests of a name, or of all names, that can be restored."""
-        for former in self._store.names.former(reference):
-            with contextlib.suppress(BlobstoreError):
-                if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
-                    yield False, former.data
+    def _is_restorable(self, former: bytes) -> bool:
+        """Return whether a name can get a manifest back that it had before."""
+        with contextlib.suppress(BlobstoreError):
+            return self._store.has_blobs(Manifest.from_bytes(former).blobs)
+        return False
 
     def _is_idle(self, version: _Fetched) -> bool:
         return all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests)
 
-    def _remove(self, version: _Removable, only: set[str]) -> None:
-        if isinstance(version, _BrokenOff):
-            shutil.rmtree(version.folder, ignore_errors=True)
+    def _remove(self, chosen: Iterable[tuple[_Removable, set[str]]]) -> None:
+        """Remove models, each with the blobs that go with it. All manifests are looked at once, and not for each."""
+        removed: list[tuple[Origin, set[str]]] = []
+        for version, only in chosen:
+            if isinstance(version, _BrokenOff):
+                shutil.rmtree(version.folder, ignore_errors=True)
+                continue
+            with self._store.writing(), self._store.exclusive_lock():
+                for reference, manifest in version.manifests:
+                    # The name may have been given to another model in the meantime.
+                    with contextlib.suppress(BlobstoreError):
+                        if Digest.of(self._store.read_manifest(reference)) == manifest:
+                            self._store.names.remove(reference)
+            removed.append((version.origin, only))
+        if not removed:
             return
-        with self._store.writing(), self._store.exclusive_lock():
-            for reference, manifest in version.manifests:
-                # The name may have been given to another model in the meantime.
-                with contextlib.suppress(BlobstoreError):
-                    if Digest.of(self._store.read_manifest(reference)) == manifest:
-                        self._store.names.remove(reference)
-        freed = remove_blobs(self._store, only)
-        # After the name and the blobs: without its record, a fetched model would look like one of the store's own.
-        self._forget(version.origin)
-        origin = version.origin
-        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
+        freed = remove_blobs(self._store, set().union(*(only for _, only in removed)))
+        # After the names and the blobs: without its record, a fetched model would look like one of the store's own.
+        self._forget(origin for origin, _ in removed)
+        for origin, only in removed:
+            size = sum(freed[blob] for blob in only)
+            self._note(removed=origin.repository, commit=origin.commit, freed=size)
 
 
 _Removable = _Fetched | _BrokenOff

@@ -183,6 +183,11 @@ class References:
         text = self._digests.hex()
         return {n for n in range(len(self)) if text.startswith(start, 64 * n)}
 
+    def hex_digests(self) -> list[str]:
+        """Return the hex digests of all blobs so far, by number."""
+        text = self._digests.hex()
+        return [text[64 * n : 64 * n + 64] for n in range(len(self))]
+
     def file_names(self) -> Iterator[str]:
         """Yield the names of the files of the blobs so far, by number."""
         text = self._digests.hex()

@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import time
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -130,8 +131,8 @@ def collect_garbage(
     )
 
 
-def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
-    """Remove those of some blobs that nothing references and nobody uses, complete or not; return their bytes.
+def remove_blobs(store: LocalStore, digests: Collection[str]) -> Counter[str]:
+    """Remove those of some blobs that nothing references and nobody uses, complete or not; return the bytes of each.
 
     Temporary files and leases of dead processes are removed, too.
 
@@ -148,7 +149,10 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
         removed = [item for part in chosen for item in collection.sweep(part)]
         with collection.lock():
             removed += collection.remove_unfinished(digests)
-    return sum(item.size for item in removed)
+    freed = Counter[str]()
+    for item in removed:
+        freed[item.path.name.removeprefix(_PREFIX)[:64]] += item.size
+    return freed
 
 
 class _Candidate(NamedTuple):

@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import blobstore
 from blobstore.core import capacity
 from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
@@ -26,6 +29,7 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.serve import cache_limit
 from blobstore.serve.arriving_file import Claim, max_files
 from blobstore.serve.cache_limit import CacheLimit
+from blobstore.serve.commits import Commits
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
 from blobstore.serve.refusal import Refusal
@@ -190,6 +194,66 @@ def test_a_model_that_cannot_get_space_is_refused_before_it_arrives(
     assert names(store) == ["a", "b"]
 
 
+# Many models
+
+
+class OneSet(set[str]):
+    """A set that is known from its copies."""
+
+
+def test_the_blobs_of_the_stores_own_models_are_collected_in_one_set(
+    limit: CacheLimit, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "mine:v2", "other"):
+        blobstore.save({"w": np.zeros(len(name))}, name, store=store)
+    monkeypatch.setattr(cache_limit, "set", OneSet, raising=False)
+    _, own = limit._versions()
+    assert type(own) is OneSet, "it is not copied for each model"
+    own_names = [name for name in store.references() if not str(name).startswith("org/")]
+    assert own == {blob.digest.hex for name in own_names for blob in store.resolve(name).blobs}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is done with all manifests, and how often one is read for the commit that it was fetched from."""
+    counts = Counter[str]()
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: object, **options: object) -> Any:
+            counts[name] += 1
+            return call(*arguments, **options)
+
+        return counted
+
+    for name in ("read_catalog", "remove_blobs"):
+        monkeypatch.setattr(cache_limit, name, counting(name, getattr(cache_limit, name)))
+    monkeypatch.setattr(Commits, "_source", counting("parsed", Commits._source))
+    return counts
+
+
+def test_each_manifest_is_parsed_once(
+    limit: CacheLimit, store: LocalStore, calls: Counter[str]
+) -> None:
+    limit.forget_removed()
+    assert calls["parsed"] == 2
+    for number in range(3):
+        claimed(limit, 1, f"{number}").spend(1)
+    copy_model("org/a", "copy", store=store)
+    claimed(limit, 1, "last").spend(1)
+    assert calls["parsed"] == 3
+
+
+def test_models_that_go_together_need_one_look_at_all(
+    limit: CacheLimit, store: LocalStore, calls: Counter[str]
+) -> None:
+    claim = claimed(limit, MOST)
+    calls.clear()
+    claim.spend(MOST)
+    assert names(store) == []
+    # One look to choose the models, and one to see which of their records nobody needs any more.
+    assert (calls["read_catalog"], calls["remove_blobs"]) == (2, 1)
+
+
 # What broken fetches have left
 
 
@@ -314,7 +378,7 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     copy_model("org/a", "copy/a", store=store)
     (removed, *_), _ = limit._oldest(0)
     limit._pulled.note_public("org/a", is_public=False)
-    limit._remove(*removed)
+    limit._remove([removed])
     assert names(store) == ["a", "b"]
     assert not limit._pulled.is_public("org/a")
 

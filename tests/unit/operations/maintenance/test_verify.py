@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.sample import NONE
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
@@ -19,7 +20,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.maintenance.verify import Fault, verify_models
+from blobstore.operations.maintenance.verify import Fault, _BlobCheck, verify_models
 from blobstore.planning.grouping import ExpertForm
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.safetensors.header import encode_header
@@ -134,6 +135,18 @@ def test_reads_a_blob_once_however_many_models_share_it(store: LocalStore, tmp_p
     both = verify_models(store=store, jobs=1)
     assert both.models == 2
     assert (both.blobs, both.bytes_read) == (alone.blobs, alone.bytes_read)
+
+
+def test_the_blobs_of_models_are_collected_in_one_set(store: LocalStore, tmp_path: Path) -> None:
+    tensors = {"w": np.zeros(3, np.uint8)}
+    create(write_folder(tmp_path / "small", tensors), "small", store=store)
+    check = _BlobCheck(store, 1, None, None, NONE)
+    collected = check.of_models
+    manifests = list(map(store.resolve, store.references()))
+    for manifest in manifests:
+        check.add([manifest])
+        assert check.of_models is collected, "it is not copied for each model"
+    assert collected == {blob.id for manifest in manifests for blob in manifest.blobs}
 
 
 def test_reads_only_what_the_named_models_need(store: LocalStore, tmp_path: Path) -> None:
