@@ -159,12 +159,12 @@ class Library:
         return found
 
     def is_own(self, reference: Reference) -> bool:
-        """Return whether a name is the operator's: it has a model, perhaps a damaged one, that no fetch has given it.
+        """Return whether a name is the operator's: it has a model, perhaps a damaged or lost one, that no fetch has given it.
 
         The source of the model does not count: the operator may have imported what clients make the server fetch.
         """
-        is_there = self.store.manifest_version(reference) is not None
-        return is_there and not self.pulled.has_given(reference)
+        is_taken = self.store.manifest_version(reference) or self.store.is_gone(reference)
+        return bool(is_taken) and not self.pulled.has_given(reference)
 
     def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
         """Return the models of a repository that are being fetched, by names that are not the operator's by now."""

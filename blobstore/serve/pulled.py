@@ -422,19 +422,26 @@ class PulledModels:
             status_of(self._store.manifest_path(reference)),
             status_of(self._link(reference)),
         )
+        path = path or status_of(self._store.names.published.path(reference))  # it is lost
         if path and link and os.path.samestat(path, link):
             return True
         try:
-            manifest = self._store.resolve(reference) if path and link else None
+            manifest = self._manifest(reference) if path and link else None
             noted = strict_json.loads(_read(self._note(reference)))
-            commit = self.commit_of(manifest or self._store.resolve(reference))
+            commit = self.commit_of(manifest or self._manifest(reference))
             return commit is not None and noted == [str(reference), *commit]
         except InvalidManifest:
             return link is not None
         except StoreError:
             raise
-        except (ValueError, BlobstoreError):  # there is no note, or it is damaged
+        except (OSError, ValueError, BlobstoreError):  # there is no note, or it is damaged
             return False
+
+    def _manifest(self, reference: Reference) -> Manifest:
+        """Return the manifest that a name has, or has lost. Raises OSError and BlobstoreError."""
+        if self._store.is_gone(reference):
+            return Manifest.from_bytes(self._store.names.published.read_manifest(reference))
+        return self._store.resolve(reference)
 
     def _link(self, reference: Reference) -> Path:
         return self._folder / link_name(reference)

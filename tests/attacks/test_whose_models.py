@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.errors import NameTaken
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
@@ -24,7 +25,7 @@ from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.planning.import_options import ImportOptions
-from blobstore.serve.asked import Asked, hidden_versions
+from blobstore.serve.asked import Asked, check_given, hidden_versions
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.rights import Right, Rights
@@ -260,6 +261,22 @@ def test_a_name_that_the_user_gives_is_his_even_if_a_fetch_has_given_it(
         unpack_archive(archive(cache, NAME, tmp_path), store=cache)
     assert Library(cache).is_own(NAME)
     assert is_shown(cache, NAME) == (how == "import")
+
+
+def test_a_name_whose_manifest_is_lost_is_the_users_unless_a_fetch_has_given_it(
+    cache: LocalStore, source: Path
+) -> None:
+    import_as(cache, source, own := Reference.parse("org/own"))
+    copy_model(NAME, COPY, store=cache)
+    library = Library(cache)
+    for name in (NAME, COPY, own):
+        cache.manifest_path(name).unlink()
+    check_given(library, NAME)
+    for name in (COPY, own):
+        with pytest.raises(NameTaken):
+            check_given(library, name)
+    remove_models([own], store=cache)
+    check_given(library, own)
 
 
 @pytest.mark.parametrize("how", ["archive", "copy"])

@@ -211,6 +211,8 @@ def test_without_hard_links_a_note_says_what_a_fetch_has_given(
     pulled.give(reference, store.resolve(reference))
     pulled.own()
     assert pulled.has_given(reference)
+    store.manifest_path(reference).unlink()  # now it is lost
+    assert pulled.has_given(reference)
 
 
 @pytest.mark.parametrize("is_noted", [False, True])
