@@ -1,4 +1,8 @@
-"""Access control: tokens, and the host names for which a server without tokens answers."""
+"""Access control: tokens with the models that they open, and the host names for which a server without tokens answers.
+
+A line of a token file may have a name and globs before its token. The token is last, so that a line of a file that is
+half written opens no more than the complete one: what is left of it has the same limits, or is no token.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.errors import UsageError
+from blobstore.manifests.reference import Reference, name_matches
 from blobstore.serve.messages import failure
 from blobstore.serve.refusal import Refused, unauthorized
 
@@ -21,10 +27,26 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 10_000
 _TOKEN = re.compile(r"[\x21-\x7e]{8,4096}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_EXPECTED: Final = "[name=NAME] [models=GLOB,...] and a token of 8 to 4096 printable characters"
 _HEADER = re.compile(r"[\x21-\x7e]{1,4096}", re.ASCII)
 """A token that can stand in a header."""
 _SAME_SITE = ("same-origin", "none")
 """Values that browsers send for addresses that a person types."""
+
+
+class Token(NamedTuple):
+    """A token of this server."""
+
+    secret: bytes
+    name: str = ""
+    """Stands for it in the log."""
+    models: tuple[str, ...] = ()
+    """Globs of the names of the models that it opens; none means all."""
+
+
+_ANY: Final = Token(b"")
+"""Stands for the token of a client of a server without tokens."""
 
 
 class Client(NamedTuple):
@@ -34,22 +56,25 @@ class Client(NamedTuple):
     """Whether it has a token or a password, which is checked if this server has tokens."""
     upstream_token: str
     """See :meth:`Access.upstream_token`."""
+    models: tuple[str, ...] = ()
+    """Globs of the names of the models that it may read; none means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
     """The rules of a server."""
 
-    tokens: Sequence[bytes] | None = None
+    tokens: Sequence[Token] | None = None
     """None means that everyone who reaches it may read."""
+    is_ended: bool = False
+    """Whether the file of the tokens ended with a newline."""
     hosts: Sequence[str] | None = None
     """The host names that a request may be for, besides addresses of this machine; None means any."""
 
     def client(self, request: Request, target: Target) -> Client:
         """Return the client. Raises Refused for a request that must not be answered."""
-        client = Client(bool(_presented(request)), self.upstream_token(request))
         is_known = self.hosts is None or self._is_known(request.headers.get("host", ""))
-        if self._without_own(request) is None:
+        if (token := self._token(request)) is None:
             message = "this server needs a token"
             raise Refused(unauthorized(message, is_registry=target.is_of_registry))
         if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
@@ -58,31 +83,35 @@ class Access:
             # DNS rebinding makes such requests: a page of another site would read what this machine serves.
             message = "this server does not answer for this host name"
             raise Refused(failure(message, 421))
-        return client
+        return Client(bool(_presented(request)), self.upstream_token(request), token.models)
+
+    def name(self, request: Request) -> str:
+        """Return the name of the token of a request; empty if it has none."""
+        token = self._token(request)
+        return "" if token is None else token.name
 
     def upstream_token(self, request: Request) -> str:
         """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.
 
         If this server has tokens of its own, that of the upstream follows one of them and a colon.
         """
-        text = (self._without_own(request) or b"").decode("latin-1")
+        text = ""
+        if (token := self._token(request)) is not None:
+            own = token.secret and token.secret + b":"
+            text = _presented(request)[len(own) :].decode("latin-1")
         return text if _HEADER.fullmatch(text) else ""
 
-    def _without_own(self, request: Request) -> bytes | None:
-        """Return the part of a request's token after that of this server, all if this has none; None without a valid one."""
-        given = _presented(request)
+    def _token(self, request: Request) -> Token | None:
+        """Return the token of this server that a request has; None without a valid one."""
         if self.tokens is None:
-            return given
+            return _ANY
         # All are compared, so that the time says nothing about which one is near.
-        if sum(hmac.compare_digest(given, known) for known in self.tokens):
-            return b""
-        starts = [known + b":" for known in self.tokens]
-        found = [len(one) for one in starts if hmac.compare_digest(given[: len(one)], one)]
-        return given[max(found) :] if found else None  # a token may begin with another one
-
-    def first(self) -> str:
-        """Return the first token, for a file that has one; empty without tokens."""
-        return next((one.decode() for one in self.tokens or ()), "")
+        given = _presented(request)
+        equal = [one for one in self.tokens if hmac.compare_digest(given, one.secret)]
+        starts = [(one, one.secret + b":") for one in self.tokens]
+        begun = [one for one, own in starts if hmac.compare_digest(given[: len(own)], own)]
+        # A token may begin with another one.
+        return max(equal or begun, key=lambda one: len(one.secret), default=None)
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
@@ -108,23 +137,45 @@ def _presented(request: Request) -> bytes:
     return token if scheme.lower() == "bearer" else b""
 
 
-def parse_tokens(data: bytes) -> tuple[Sequence[bytes], str]:
+def parse_tokens(data: bytes) -> tuple[Sequence[Token], str]:
     """Return the tokens of a file, and its fault: empty if it has none.
 
-    There is one on each line; empty lines, and those that begin with #, are skipped. One that is too short, or has
-    a character that no token has, is wrong. So are too many tokens, and none at all.
+    There is one on each line; empty lines, and those that begin with #, are skipped. A line is wrong if its token is too
+    short, has a character that no token has, or is on another line with other limits. So are too many tokens, and none.
     """
-    tokens, wrong = [], ""
+    tokens, wrong = dict[bytes, Token](), ""
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        if _TOKEN.fullmatch(text) is None:
-            wrong = f"line {number} of the token file is no token: expected 8 to 4096 printable characters without spaces"
-        else:
-            tokens.append(text.encode())
+        token = _parse_token(text)
+        if token is None:
+            wrong = f"line {number} of the token file is no token: expected {_EXPECTED}"
+        elif tokens.setdefault(token.secret, token) != token:
+            wrong = (
+                f"the token of line {number} of the token file has other limits on a line before"
+            )
     if not (wrong or 0 < len(tokens) <= MAX_TOKENS):
         wrong = (
             f"the token file has {len(tokens)} tokens; expected 1 to {MAX_TOKENS}, one on each line"
         )
-    return tokens[:MAX_TOKENS], wrong
+    return list(tokens.values())[:MAX_TOKENS], wrong
+
+
+def _parse_token(line: str) -> Token | None:
+    """Return the token of a line; None if it is wrong."""
+    *fields, secret = line.split()
+    found = dict(one.split("=", 1) for one in fields if "=" in one)
+    if len(found) < len(fields) or not found.keys() <= {"name", "models"}:
+        return None
+    if _TOKEN.fullmatch(secret) is None or secret.startswith(("name=", "models=")):
+        return None
+    if _NAME.fullmatch(found.get("name", "none")) is None:
+        return None
+    models = tuple(found["models"].split(",")) if "models" in found else ()
+    try:
+        for one in models:
+            name_matches(Reference.parse("model"), one)
+    except UsageError:
+        return None
+    return Token(secret.encode(), found.get("name", ""), models) if all(models) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from typing import Final, Generic, TypeVar
 
 _Key = TypeVar("_Key")
@@ -16,6 +17,13 @@ def bounded(known: dict[_Key, _Value], most: int = MAX_KNOWN) -> dict[_Key, _Val
     if len(known) >= most:
         known.clear()
     return known
+
+
+def narrowed(known: dict[_Key, _Value], key: _Key, whole: _Value, **others: object) -> _Value:
+    """Return a copy of an object with some other attributes; the same one for an equal key."""
+    found = bounded(known).setdefault(key, copy(whole))
+    vars(found).update(others)
+    return found
 
 
 class Expiring(Generic[_Key, _Value]):

@@ -23,7 +23,7 @@ from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.commits import Commits, served_commit
 from blobstore.serve.description import Description, describe
-from blobstore.serve.expiring import bounded
+from blobstore.serve.expiring import bounded, narrowed
 from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import file_digests, model_files
@@ -101,7 +101,9 @@ class Library:
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
         self._distrusted: dict[str, None] = {}
-        self._allow = tuple(allow)
+        self._allow = (tuple(allow),) if allow else ()
+        """Groups of patterns, of each of which a name matches one."""
+        self._narrowed: dict[tuple[str, ...], Library] = {}
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
@@ -115,16 +117,20 @@ class Library:
 
     def is_allowed(self, reference: Reference) -> bool:
         """Return whether a model may be served."""
-        return not self._allow or any(name_matches(reference, one) for one in self._allow)
+        return all(any(name_matches(reference, one) for one in group) for group in self._allow)
+
+    def only(self, patterns: tuple[str, ...]) -> Library:
+        """Return the same library for clients that may read models which match one of the patterns; without them, itself."""
+        if not patterns:
+            return self
+        return narrowed(self._narrowed, patterns, self, _allow=(*self._allow, patterns))
 
     def may_have(self, repository: Reference) -> bool:
         """Return whether models of a repository may be served, if there are any."""
-        patterns = [*self._allow, *(one.rpartition(":")[0] for one in self._allow)]
-        return (
-            not patterns
-            or any(name_matches(any_tag(repository), one) for one in patterns)
-            or bool(self.stored_tags(repository))
-        )
+        several = [(*group, *(one.rpartition(":")[0] for one in group)) for group in self._allow]
+        return all(
+            any(name_matches(any_tag(repository), one) for one in group) for group in several
+        ) or bool(self.stored_tags(repository))
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
         """Return the model of a name; None if the name does not exist.
@@ -172,7 +178,9 @@ class Library:
         several = [
             one for one in list(self.arriving.items()) if any_tag(one[0]) == any_tag(repository)
         ]
-        return {one: model for one, model in several if not self.is_own(one)}
+        return {
+            one: model for one, model in several if self.is_allowed(one) and not self.is_own(one)
+        }
 
     def at_commit(self, repository: Reference, commit: str) -> Sequence[Version]:
         """Return the versions of a repository that are served as a commit, also those that had their name before.

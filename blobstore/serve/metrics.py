@@ -22,6 +22,14 @@ def family(name: str, kind: str, meaning: str, *samples: tuple[str, float]) -> s
     return head + "".join(f"blobstore_{name}{suffix} {value}\n" for suffix, value in samples)
 
 
+def plain_families(*rows: tuple[str, str, float]) -> str:
+    """Return the lines of metrics with one value: the name, the meaning and the value of each. Totals are counters."""
+    return "".join(
+        family(name, "counter" if name.endswith("_total") else "gauge", meaning, ("", value))
+        for name, meaning, value in rows
+    )
+
+
 @dataclass(slots=True)
 class Metrics:
     """Counters of a server. Only the thread of the server changes them, except ``bytes_verified``."""
@@ -64,61 +72,17 @@ class Metrics:
         ]
         durations += [("_sum", round(self.seconds, 6)), ("_count", all_requests)]
         disks = (
-            []
+            ()
             if disk is None
-            else [
-                family(
-                    "disk_size_bytes",
-                    "gauge",
-                    "Size of the file system of the store.",
-                    ("", disk[0]),
-                ),
-                family(
-                    "disk_free_bytes",
-                    "gauge",
-                    "Bytes that the server may still write there.",
-                    ("", disk[1]),
-                ),
-            ]
+            else (
+                ("disk_size_bytes", "Size of the file system of the store.", disk[0]),
+                ("disk_free_bytes", "Bytes that the server may still write there.", disk[1]),
+            )
         )
-        plain = (
-            ("sent_bytes_total", "counter", "Bytes of bodies that were sent.", self.bytes_sent),
-            (
-                "verified_bytes_total",
-                "counter",
-                "Bytes of blobs that were hashed.",
-                self.bytes_verified,
-            ),
-            ("broken_responses_total", "counter", "Responses that ended early.", self.broken),
-            (
-                "store_errors_total",
-                "counter",
-                "Errors of the store, such as damaged blobs.",
-                self.damaged,
-            ),
-            (
-                "healed_total",
-                "counter",
-                "Responses whose damaged blobs were fetched again.",
-                self.healed,
-            ),
-            (
-                "prepared_total",
-                "counter",
-                "Models and digests that were not in memory.",
-                self.prepared,
-            ),
-            ("open_requests", "gauge", "Requests that are being answered.", self.open_requests),
-            ("open_connections", "gauge", "Connections of clients.", connections),
-        )
+        version = f'{{version="{self.version}"}}'
         return "".join(
             (
-                family(
-                    "build_info",
-                    "gauge",
-                    "The version of the server.",
-                    (f'{{version="{self.version}"}}', 1),
-                ),
+                family("build_info", "gauge", "The version of the server.", (version, 1)),
                 family("requests_total", "counter", "Requests, by method and status.", *requests),
                 family(
                     "request_seconds",
@@ -126,7 +90,32 @@ class Metrics:
                     "From a request to the end of its response.",
                     *durations,
                 ),
-                *disks,
-                *(family(name, kind, meaning, ("", value)) for name, kind, meaning, value in plain),
+                plain_families(
+                    *disks,
+                    ("sent_bytes_total", "Bytes of bodies that were sent.", self.bytes_sent),
+                    (
+                        "verified_bytes_total",
+                        "Bytes of blobs that were hashed.",
+                        self.bytes_verified,
+                    ),
+                    ("broken_responses_total", "Responses that ended early.", self.broken),
+                    (
+                        "store_errors_total",
+                        "Errors of the store, such as damaged blobs.",
+                        self.damaged,
+                    ),
+                    (
+                        "healed_total",
+                        "Responses whose damaged blobs were fetched again.",
+                        self.healed,
+                    ),
+                    (
+                        "prepared_total",
+                        "Models and digests that were not in memory.",
+                        self.prepared,
+                    ),
+                    ("open_requests", "Requests that are being answered.", self.open_requests),
+                    ("open_connections", "Connections of clients.", connections),
+                ),
             )
         )

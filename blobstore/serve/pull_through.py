@@ -29,13 +29,13 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
 from blobstore.serve.asked import Asked, Known, hidden_copies, hidden_versions, stored_origin
 from blobstore.serve.cache_limit import CacheLimit
-from blobstore.serve.expiring import MAX_KNOWN, Expiring
+from blobstore.serve.expiring import MAX_KNOWN, Expiring, narrowed
 from blobstore.serve.find_upstream import Upstreams
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for, is_exact
 from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.messages import PEER
-from blobstore.serve.metrics import family
+from blobstore.serve.metrics import plain_families
 from blobstore.serve.model_fetches import ModelFetches
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.serve.other_files import OtherFiles
@@ -99,6 +99,7 @@ class PullThrough:
             StoreError: the store cannot be written.
         """
         self._library, self._store = library, library.store
+        self._narrowed: dict[tuple[str, ...], PullThrough] = {}
         self._holds = max(fresh, 1)  # long enough for the next request to use the answer
         self._note = note
         self.peers = Peers(self._store, peers, self._note)
@@ -131,33 +132,27 @@ class PullThrough:
 
     def metrics(self) -> str:
         """Return the numbers in Prometheus' text format."""
-        fetched = self._fetches.fetched + self._others.fetched
-        return "".join(
-            family(name, kind, meaning, ("", value))
-            for name, kind, meaning, value in (
-                ("upstream_bytes_total", "counter", "Bytes fetched from the upstream.", fetched),
-                (
-                    "upstream_models_total",
-                    "counter",
-                    "Models fetched because the store lacked them.",
-                    self._fetches.models,
-                ),
-                (
-                    "peer_bytes_total",
-                    "counter",
-                    "Bytes of blobs fetched from peers.",
-                    self.peers.fetched,
-                ),
-                (
-                    "arriving_models",
-                    "gauge",
-                    "Models that are being fetched.",
-                    len(self._fetches.running),
-                ),
-            )
+        fetches = self._fetches
+        fetched = fetches.fetched + self._others.fetched
+        return plain_families(
+            ("upstream_bytes_total", "Bytes fetched from the upstream.", fetched),
+            (
+                "upstream_models_total",
+                "Models fetched because the store lacked them.",
+                fetches.models,
+            ),
+            ("peer_bytes_total", "Bytes of blobs fetched from peers.", self.peers.fetched),
+            ("arriving_models", "Models that are being fetched.", len(fetches.running)),
         )
 
     # Called for each request
+
+    def only(self, patterns: tuple[str, ...]) -> PullThrough:
+        """See :meth:`Library.only`."""
+        if not patterns:
+            return self
+        library = self._library.only(patterns)
+        return narrowed(self._narrowed, patterns, self, _library=library)
 
     def reads_tokens(self, request: Request) -> bool:
         """Return whether the token of a request decides which models there are for it."""

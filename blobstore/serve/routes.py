@@ -83,9 +83,10 @@ def answer(
         # Before a name is looked up: a request that is not understood fails alike for all models.
         call = _understood(request, target)
         if pull_through is None:
-            visible = Visible.of(library)
+            visible = Visible.of(library.only(client.models))
         else:
-            visible = pull_through.visible(request, target, client.upstream_token)
+            through = pull_through.only(client.models)
+            visible = through.visible(request, target, client.upstream_token)
         return _about_models(request, target, call, visible, respond)
 
     return respond(found)

@@ -63,8 +63,9 @@ def serve(
         host: the address to listen on. All programs of this machine reach a loopback address, others do not.
         port: 0 for any free one.
         allow: globs of the names that are served; none means all.
-        token_file: a file of tokens, one on each line, of which a request must have one. It is read again
-            when it changes. A line that is not a token by then is reported to ``log``.
+        token_file: a file of tokens, one on each line, of which a request must have one. Before it, the line may have
+            ``name=NAME`` for the log, and ``models=GLOB,...`` for the models that it opens. The file is read again when
+            it changes; faults by then are reported to ``log``.
         tls_cert: a file with the server's certificate and those that lead to its issuer, in PEM. The server speaks
             TLS then. It is read again when it or ``tls_key`` changes; faults by then are reported to ``log``.
         tls_key: a file with the key of the certificate, in PEM and without a password.
@@ -123,7 +124,8 @@ def serve(
             token = ""
             if upstream_token_file is not None:
                 own = Path(upstream_token_file)
-                token = Watched([own], partial(_read_tokens, own), lines.note).value.first()
+                tokens_of_own = Watched([own], partial(_read_tokens, own), lines.note).value.tokens
+                token = next(one.secret.decode() for one in tokens_of_own or ())
             through = PullThrough(
                 library,
                 None if upstream is None else Upstream.parse(upstream),
@@ -135,12 +137,14 @@ def serve(
             )
             stack.enter_context(contextlib.closing(through))
 
+        def access() -> Access:
+            return fixed if tokens is None else tokens.value
+
         def respond(request: Request, metrics: Callable[[], str]) -> Response:
             def all_metrics() -> str:
                 return metrics() + (through.metrics() if through else "")
 
-            access = fixed if tokens is None else tokens.value
-            return answer(request, library, access, all_metrics, through)
+            return answer(request, library, access(), all_metrics, through)
 
         threading.Thread(target=_look_ahead, args=(library,), daemon=True).start()
         run_server(
@@ -152,6 +156,7 @@ def serve(
             stop=stop,
             tidy=library.release_idle,
             look=lambda: [one.look() for one in watched],
+            identify=lambda request: access().name(request),
             tls=lambda: None if tls is None else tls.value,
             log=lines,
             heals=upstream is not None,
@@ -178,16 +183,20 @@ def _certificate(
 def _read_tokens(path: Path, before: Access | None) -> tuple[Access, str]:
     """Return the access that a file of tokens gives, and its fault. Raises BlobstoreError if nothing was read before.
 
-    A token that is no longer in the file is refused, even if the file has faults.
+    A token that is no longer in the file is refused, even if the file has faults, unless it seems to be half written.
     """
     try:
-        tokens, wrong = parse_tokens(read_regular(path, _MAX_TOKEN_FILE))
+        data = read_regular(path, _MAX_TOKEN_FILE)
     except OSError as error:
         wrong = f"cannot read the token file {quote(path)}: {error.strerror}"
     except BlobstoreError as error:
         wrong = str(error)
     else:
-        return Access(tokens), wrong
+        is_ended = data.endswith(b"\n")
+        if before is not None and before.is_ended and not is_ended:
+            return before, "the token file has no newline at its end; what it had before holds"
+        tokens, wrong = parse_tokens(data)
+        return Access(tokens, is_ended=is_ended), wrong
     if before is None:
         raise BlobstoreError(wrong)
     return Access(()), wrong

@@ -120,14 +120,17 @@ class Server:
         in_threads: bool = False,
         heals: bool = False,
         drain: float = DRAIN_SECONDS,
+        identify: Callable[[Request], str] = lambda _: "",
     ) -> None:
         """Send blobs of ``store``, and add a line to ``log`` for each request.
 
         With ``in_threads``, requests are answered on threads, because answers are slow; those with a body always are.
         With ``heals``, a request whose response is damaged is answered once more. When the server is asked to stop,
-        responses that take longer than ``drain`` seconds from then are aborted.
+        responses that take longer than ``drain`` seconds from then are aborted. ``identify`` returns the name of the
+        token of a request.
         """
         self._in_threads, self._heals, self._drain = in_threads, heals, drain
+        self._identify = identify
         self.metrics = Metrics()
         self._answers = SharedWork(capacity.ANSWER)
         lists = (capacity.LIST, capacity.LIST_ALL)
@@ -407,6 +410,7 @@ class Server:
         # Without the query and the headers, which may have tokens.
         self._log.note(
             client=raw.remote or "",
+            token=self._identify(request),
             method=request.method,
             path=request.target.partition("?")[0],
             status=exchange.status,
@@ -537,6 +541,7 @@ def run_server(
     in_threads: bool = False,
     heals: bool = False,
     drain: float = DRAIN_SECONDS,
+    identify: Callable[[Request], str] = lambda _: "",
 ) -> None:
     """Serve until the process is asked to stop.
 
@@ -555,6 +560,7 @@ def run_server(
         heals: answer a request once more if its response is damaged: with :attr:`Request.damaged`, ``answer``
             looks for another source.
         drain: seconds that responses may take after that.
+        identify: returns the name of the token of a request, for the log.
 
     Raises:
         MissingLibrary: aiohttp is not installed.
@@ -569,7 +575,10 @@ def run_server(
         name, number = listener.getsockname()[:2]
         scheme = "http" if tls() is None else "https"
         url = f"{scheme}://[{name}]:{number}" if ":" in name else f"{scheme}://{name}:{number}"
-        await Server(store, log, in_threads=in_threads, heals=heals, drain=drain).run(
+        server = Server(
+            store, log, in_threads=in_threads, heals=heals, drain=drain, identify=identify
+        )
+        await server.run(
             answer,
             listener,
             on_ready=lambda: on_ready(url),

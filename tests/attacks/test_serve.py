@@ -515,6 +515,23 @@ def test_a_token_that_its_file_lacks_now_is_refused_whatever_else_the_file_has(
         assert server.request(FILE, "HEAD")[0] == 401
         tokens.write_text("the-new-token\n")
         wait_until("the-new-token", 200)
-        tokens.write_text("")
+        tokens.write_text("#\n")
         wait_until("the-new-token", 401)
         server.wait_for_log("error", "the token file has 0 tokens")
+
+
+def test_a_token_file_that_is_half_written_changes_nothing(
+    models: LocalStore, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("the-old-token\n")
+    with serving(models, tmp_path, "--token-file", str(tokens)) as server:
+        tokens.write_text("the-new-token\nthe-third")
+        server.wait_for_log("error", "has no newline at its end; what it had before holds")
+        for token, status in {"the-old-token": 200, "the-new-token": 401, "the-third": 401}.items():
+            found = server.request(FILE, "HEAD", Authorization=f"Bearer {token}")[0]
+            assert found == status
+        tokens.write_text("the-new-token\nthe-third-token\n")
+        while server.request(FILE, "HEAD", Authorization="Bearer the-third-token")[0] != 200:
+            time.sleep(0.05)
+        assert server.request(FILE, "HEAD", Authorization="Bearer the-old-token")[0] == 401

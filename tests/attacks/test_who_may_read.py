@@ -32,6 +32,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
     "stranger": {"Authorization": "Bearer hf_wrong"},
     "peer": {"X_Blobstore_Peer": "1"},
     "plain": {},  # of another server on the same store, without an upstream
+    "limited": {"Authorization": "Bearer a-limited-token"},  # of one whose token opens other models
 }
 LIMITS = {"pull_through._MAX_PATIENT": 0, "pull_through._REFUSED_SECONDS": 0.1}
 FETCHED = ("main", "v1", "former")
@@ -77,11 +78,13 @@ class World:
     store: LocalStore
     server: Serving
     plain: Serving
+    limited: Serving
     folder: Path
     versions: dict[str, Version] = field(default_factory=dict)
 
     def ask(self, client: str, target: str) -> tuple[int, dict[str, str], bytes]:
-        server = self.plain if client == "plain" else self.server
+        others = {"plain": self.plain, "limited": self.limited}
+        server = others.get(client, self.server)
         return server.request(target, **CLIENTS[client])
 
     def fetch(self, name: str, revision: str, client: str) -> None:
@@ -239,7 +242,7 @@ def named_later(world: World) -> None:
 
 NOBODY: set[str] = set()
 READER = {"reader"}
-EVERYONE = set(CLIENTS)
+EVERYONE = set(CLIENTS) - {"limited"}
 STATES: dict[Callable[[World], None], dict[str, set[str]]] = {
     # Who sees which version, in every way
     public: dict.fromkeys(FETCHED, EVERYONE),
@@ -273,7 +276,10 @@ def world(
         peer = serve("peer", other)
         options = ("--upstream", hub.url, "--peers", peer.url, "--fresh=0")
         server = serve("server", store, *options, limits=LIMITS)
-        made_world = World(hub, store, server, serve("plain", store), folder)
+        tokens = folder / "tokens"
+        tokens.write_text("name=few models=other/*,own/model a-limited-token\n")
+        limited = serve("limited", store, f"--token-file={tokens}")
+        made_world = World(hub, store, server, serve("plain", store), limited, folder)
         made_world.note("mine", "mine", "", "plain")
         request.param(made_world)
         copy_model(NAME, COPY, store=store)
@@ -297,7 +303,8 @@ def test_a_client_sees_what_the_table_says(
         for way in WAYS[name]:
             if (client, name, way) == ("plain", "former", "digest"):
                 continue  # only a server that has sent a version before knows its digests
-            is_seen = ("nobody" if way in LISTS else client) in may_read
+            is_of_all = way in LISTS and client != "limited"
+            is_seen = ("nobody" if is_of_all else client) in may_read
             if "v1" in readers and "main" not in readers and (name, way) in OF_PEERS:
                 is_seen = False  # the upstream is there again, and has no such commit
             assert world.sees(client, name, way) is is_seen, (name, way)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.serve.access import Access, parse_tokens
+from blobstore.serve.access import Access, Token, parse_tokens
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
 from blobstore.store.local import LocalStore
 from tests.support.serve import ask, json_of
 
 TOKEN = b"hf_first-token"
-ACCESS = Access(tokens=(TOKEN, b"the-second-token", b"the-second-token:and-more"))
+SEVERAL = (TOKEN, b"the-second-token", b"the-second-token:and-more")
+ACCESS = Access(tokens=list(map(Token, SEVERAL)))
 
 
 def basic(text: str) -> str:
@@ -96,7 +97,7 @@ def test_a_page_of_another_site_gets_nothing(library: Library) -> None:
 
 
 def test_a_token_file_has_one_token_on_each_line() -> None:
-    tokens = [b"first-token", b"second-token"]
+    tokens = [Token(b"first-token"), Token(b"second-token")]
     assert parse_tokens(b"# site\n\n first-token \nsecond-token\r\n") == (tokens, "")
 
 
@@ -105,7 +106,77 @@ def test_lines_without_a_token_are_wrong_and_do_not_count(data: bytes) -> None:
     tokens, wrong = parse_tokens(data)
     assert (tokens, "token" in wrong) == ([], True)
     tokens, wrong = parse_tokens(data + b"\na-right-token\n")
-    assert (tokens, bool(wrong)) == ([b"a-right-token"], data.strip()[:1] not in {b"", b"#"})
+    assert (tokens, bool(wrong)) == ([Token(b"a-right-token")], data.strip()[:1] not in {b"", b"#"})
+
+
+LINES = b"""# a site
+a-token-of-the-rack
+name=ci-runner models=team/*,org/a:v1 secret-of-ci
+models=public/* secret-of-all
+name=ops of-ops-alone
+"""
+
+
+def test_a_line_may_have_a_name_and_globs_before_its_token() -> None:
+    assert parse_tokens(LINES) == (
+        [
+            Token(b"a-token-of-the-rack"),
+            Token(b"secret-of-ci", "ci-runner", ("team/*", "org/a:v1")),
+            Token(b"secret-of-all", "", ("public/*",)),
+            Token(b"of-ops-alone", "ops"),
+        ],
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model=team/* the-secret-token",
+        "name=a name=b the-secret-token",
+        "name= the-secret-token",
+        "name=a/b the-secret-token",
+        f"name={'a' * 65} the-secret-token",
+        "models= the-secret-token",
+        "models=a,,b the-secret-token",
+        f"models={'*' * 10_000} the-secret-token",
+        "the-secret-token models=team/*",
+        "models=team/*",
+        "name=the-runner",
+    ],
+)
+def test_a_line_that_says_something_else_opens_nothing(line: str) -> None:
+    tokens, wrong = parse_tokens(f"{line}\na-right-token\n".encode())
+    assert (tokens, wrong[:19]) == ([Token(b"a-right-token")], "line 1 of the token")
+    assert "secret" not in wrong
+
+
+def test_a_token_with_two_limits_has_the_first() -> None:
+    tokens, wrong = parse_tokens(b"models=a a-right-token\na-right-token\nmodels=a a-right-token\n")
+    assert tokens == [Token(b"a-right-token", "", ("a",))]
+    assert "line 2" in wrong
+
+
+def test_a_file_that_is_cut_off_anywhere_opens_no_more() -> None:
+    limits = {one.secret: one.models for one in parse_tokens(LINES)[0]}
+    for end in range(len(LINES)):
+        for one in parse_tokens(LINES[:end])[0]:
+            assert one.models in [
+                models for secret, models in limits.items() if secret.startswith(one.secret)
+            ]
+
+
+def test_a_token_has_its_name_in_the_log(library: Library) -> None:
+    access = Access(tokens=[Token(b"secret-of-ci", "ci"), Token(b"secret-of-ci:and-more", "more")])
+    for given, name in {
+        "secret-of-ci": "ci",
+        "secret-of-ci:hf_up": "ci",
+        "secret-of-ci:and-more": "more",
+        "secret-of-ci:and-more:hf_up": "more",
+        "secret-of-c": "",
+    }.items():
+        request = Request("GET", "/", {"authorization": f"Bearer {given}"})
+        assert access.name(request) == name
 
 
 def test_with_no_token_at_all_nobody_is_let_in(library: Library) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.errors import BlobstoreError
-from blobstore.serve.access import Access
+from blobstore.serve.access import Access, Token
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.routes import answer
@@ -43,11 +43,11 @@ def test_the_root_says_what_the_server_is(library: Library) -> None:
     response = ask(library, "/")
     assert (response.status, response.headers["Content-Type"][:10]) == (200, "text/plain")
     assert b"docs/guides/serve.md" in body_of(library.store, response)
-    assert ask(library, "/", access=Access(tokens=[b"a-long-token"])).status == 401
+    assert ask(library, "/", access=Access(tokens=[Token(b"a-long-token")])).status == 401
 
 
 def test_a_token_has_an_owner_if_the_server_takes_it(library: Library) -> None:
-    access, target = Access(tokens=[b"a-long-token"]), "/api/whoami-v2"
+    access, target = Access(tokens=[Token(b"a-long-token")]), "/api/whoami-v2"
     right, wrong = {"authorization": "Bearer a-long-token"}, {"authorization": "Bearer hf_wrong"}
     owner = json_of(ask(library, target, headers=right, access=access))
     assert (owner["type"], owner["name"]) == ("user", "blobstore")
