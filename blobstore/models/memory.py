@@ -175,13 +175,13 @@ class ModelMemory:
             BlobMissing, BlobDamaged: a blob is missing or damaged.
             BlobstoreError: the model is closed.
         """
+        is_done = not (self._absent or self._unpopulated or self._unverified)
+        if is_done and (region := self._region) is not None:
+            return region
         # One thread at a time: a blob that is loaded twice would lose what was written to it.
         with self._lock:
             if self._is_closed:
                 raise BlobstoreError(f"model {self.files.reference} is closed")
-            is_done = not (self._absent or self._unpopulated or self._unverified)
-            if self._region is not None and is_done:
-                return self._region
             wanted = set(slots)
             with faults_located(self.files):
                 try:

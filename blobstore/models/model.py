@@ -542,7 +542,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
-        if self._memory.reads_alone(slot, spec.nbytes):
+        if not self.is_resident and self._memory.reads_alone(slot, spec.nbytes):
             part: Array = self._slices.read(name, select(spec, ...))
             return part
         region = self._load(slot)
