@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import FileState, pieces_of, sync_folder, write_all
+from blobstore.core.files import FileState, pieces_of, sync_folder, write_all, write_pieces
 from blobstore.core.fork import cached_property
 from blobstore.core.system import booted_system
 from blobstore.core.workers import Cancelled
@@ -36,6 +36,7 @@ from blobstore.store.quarantine import replace_damaged
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Self
@@ -386,11 +387,17 @@ class Ingest:
             if shared:
                 os.fchmod(descriptor, 0o444)
                 self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # while it is hashed
-            for buffer in pieces_of(descriptor) if shared else buffers:
-                self._check_open()
-                digester.update(buffer)
-                if not shared:
-                    write_all(descriptor, buffer)
+
+            def hashed() -> Iterator[Buffer]:
+                for buffer in pieces_of(descriptor) if shared else buffers:
+                    self._check_open()
+                    digester.update(buffer)
+                    yield buffer
+
+            if not shared:
+                write_pieces(descriptor, hashed())
+            for _ in hashed() if shared else ():
+                pass
             if digester.size != size:
                 raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
             digest = digester.digest()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core import files
 from blobstore.core.files import (
     FileState,
     FileVersion,
@@ -28,6 +29,7 @@ from blobstore.core.files import (
     without_start,
     write_all,
     write_file,
+    write_pieces,
 )
 from blobstore.core.mmap import is_cached
 from blobstore.errors import BlobstoreError, StoreError
@@ -144,6 +146,35 @@ def test_an_error_keeps_the_old_file(path: Path, error: type[BaseException]) -> 
         raise error
     assert path.read_bytes() == b"0123456789"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 3], [2, 20, 20, 5], [7, 8], [8], [9], [1] * 17, [40]])
+def test_pieces_are_written_in_aligned_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(files, "_FOLIO", 8)
+    ends, limit = [0], 12
+    writev = os.writev
+
+    def short(descriptor: int, buffers: list[memoryview]) -> int:
+        whole = b"".join(buffers)
+        ends.append(ends[-1] + len(whole))
+        return writev(descriptor, [whole[:limit]])
+
+    monkeypatch.setattr(os, "writev", short)
+    numbers = iter(range(256))
+    pieces = [bytes(next(numbers) for _ in range(size)) for size in sizes]
+    path = tmp_path / "a"
+    with path.open("wb") as file:
+        limit = 100
+        write_pieces(file.fileno(), iter(pieces))
+    assert path.read_bytes() == b"".join(pieces)
+    assert [end % 8 for end in ends] == [0] * len(ends)
+    assert ends[-1] == sum(sizes) // 8 * 8
+    with path.open("wb") as file:
+        limit = 3  # a write may be short
+        write_pieces(file.fileno(), iter(pieces))
+    assert path.read_bytes() == b"".join(pieces)
 
 
 def test_a_target_that_cannot_be_replaced_leaves_nothing(tmp_path: Path) -> None:
