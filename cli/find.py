@@ -11,7 +11,10 @@ from blobstore.core.escape import quote
 from blobstore.errors import NotFound
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.cli.output import Output
+    from blobstore.operations.describe.find import FoundPlace
     from blobstore.store.local import LocalStore
 
 
@@ -28,25 +31,27 @@ def command(what: str, store: LocalStore, out: Output) -> None:
     from blobstore.operations.describe.find import find_content
     from blobstore.store.name_patterns import is_pattern
 
-    found = find_content(what, store=store)
+    rows = output.GrowingTable("MODEL", "KIND", "NAME", "SIZE", "DIGEST", right=(3,))
+
+    def add(places: Sequence[FoundPlace]) -> None:
+        rows.add(
+            (
+                render.cell(place.reference),
+                place.kind,
+                render.cell(place.name) or "-",
+                render.human_bytes(place.size),
+                place.digest.short,
+            )
+            for place in places
+        )
+
+    found = find_content(what, store=store, on_found=(lambda _: None) if out.is_json else add)
     if not (found.places or found.errors):
         advice = "" if is_pattern(what) else arguments.glob_advice(what, found.near)
         raise NotFound(
             f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
         )
-    rows = [
-        (
-            render.cell(place.reference),
-            place.kind,
-            render.cell(place.name) or "-",
-            render.human_bytes(place.size),
-            place.digest.short,
-        )
-        for place in found.places
-    ]
+    rows.print()
     places = output.records(found.places, "model=reference kind name bytes=size digest")
-    out.result(
-        {"places": places, "errors": found.errors},
-        render.table(("MODEL", "KIND", "NAME", "SIZE", "DIGEST"), rows, right=(3,)) if rows else "",
-    )
+    out.result({"places": places, "errors": found.errors}, "")
     output.exit_with(found.errors)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli.render import cell, is_terminal, printable_lines
+from blobstore.cli.render import cell, is_terminal, printable_lines, table
 from blobstore.core import interrupts
 from blobstore.core.escape import escape
 from blobstore.core.limits import gather
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from typing_extensions import Buffer
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
+_ROWS_WAIT = 1.0
+"""Seconds that rows may wait for others, with which they are aligned."""
 SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 """The fields of a signature, for :func:`records`."""
 _ARGUMENT = re.compile(
@@ -90,6 +92,35 @@ class Output:
         """Print a line for people before the result; JSON is one document. Raises as :func:`show`."""
         if not self.is_json:
             show(text)
+
+
+class GrowingTable:
+    """A table that is printed while its rows are found. A column gets wider from the first row on that needs it."""
+
+    def __init__(self, *headings: str, right: Collection[int] = ()) -> None:
+        self._headings = headings
+        self._right = right
+        self._rows: list[tuple[str, ...]] = []
+        self._longest: list[tuple[str, ...]] = []
+        """None or one row, of the longest cells so far."""
+        self._printed = time.monotonic()
+
+    def add(self, rows: Iterable[tuple[str, ...]]) -> None:
+        """Add rows, and print those that have waited for others for a while. Raises as :func:`show`."""
+        self._rows += rows
+        if self._rows and time.monotonic() - self._printed >= _ROWS_WAIT:
+            self.print()
+
+    def print(self) -> None:
+        """Print the rows that were not printed yet. Raises as :func:`show`."""
+        if not self._rows:
+            return
+        text = table(self._headings, [*self._longest, *self._rows], right=self._right)
+        show("\n".join(text.split("\n")[2:]) if self._longest else text)
+        columns = zip(*self._longest, *self._rows, strict=True)
+        self._longest = [tuple(max(column, key=len) for column in columns)]
+        self._rows.clear()
+        self._printed = time.monotonic()
 
 
 def show(text: str) -> None:

@@ -14,13 +14,13 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start, is_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import StoredTensor
-    from blobstore.store.catalog import Catalog, CatalogEntry
+    from blobstore.store.catalog import CatalogEntry
 
 
 class FoundPlace(NamedTuple):
@@ -45,7 +45,12 @@ class FoundPlaces(NamedTuple):
     """The tensors and files that have the text in their names, if names were looked for."""
 
 
-def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
+def find_content(
+    text: str,
+    *,
+    store: StoreLike = None,
+    on_found: Callable[[Sequence[FoundPlace]], object] = lambda _: None,
+) -> FoundPlaces:
     """Find models by their names, and those that have a blob, a tensor or a file.
 
     Only manifests and headers are read.
@@ -55,6 +60,7 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
             the name of a tensor or file, a part of a model's name in any case, or a glob of either. Names
             are looked for if no digest begins so.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        on_found: called with the places in each model, if there are any or not, as soon as it was searched.
 
     Returns:
         the places: model, kind, name, size in bytes and digest.
@@ -66,29 +72,32 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     entries = read_catalog(store)
     errors = [entry.error for entry in entries.unreadable() if entry.error is not None]
     start = id_start(text)
-    places = [*_with_digest(entries, start)] if start else []
     search = _Search(store, text)
-    if not places:
+    places: list[FoundPlace] = []
+
+    def look(found: Callable[[CatalogEntry], Iterable[FoundPlace]]) -> None:
         for entry in entries:
-            if entry.digest is not None and search.has_name(entry.reference):
-                size = sum(entry.blobs.values())
-                places.append(FoundPlace(entry.reference, "model", "", size, entry.digest))
-            places += search.places(entry, errors)
+            places.extend(new := list(found(entry)))
+            on_found(new)
+
+    if start:
+        numbers = entries.references.starting_with(start)
+        look(lambda entry: _with_digest(entry, start, numbers))
+    if not places:
+        look(lambda entry: search.places(entry, errors))
     return FoundPlaces(tuple(places), tuple(errors), search.near)
 
 
-def _with_digest(entries: Catalog, start: str) -> Iterator[FoundPlace]:
-    numbers = entries.references.starting_with(start)
-    for entry in entries:
-        if entry.digest is None or entry.known is None:
-            continue
-        if entry.digest.hex.startswith(start):
-            size = sum(entry.blobs.values())
-            yield FoundPlace(entry.reference, "model", "", size, entry.digest)
-        manifest = None if numbers.isdisjoint(entry.known.blobs) else entry.manifest
-        for blob in () if manifest is None else (manifest.config, *manifest.layers):
-            if blob.digest.hex.startswith(start):
-                yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
+def _with_digest(entry: CatalogEntry, start: str, numbers: set[int]) -> Iterator[FoundPlace]:
+    if entry.digest is None or entry.known is None:
+        return
+    if entry.digest.hex.startswith(start):
+        size = sum(entry.blobs.values())
+        yield FoundPlace(entry.reference, "model", "", size, entry.digest)
+    manifest = None if numbers.isdisjoint(entry.known.blobs) else entry.manifest
+    for blob in () if manifest is None else (manifest.config, *manifest.layers):
+        if blob.digest.hex.startswith(start):
+            yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
 
 
 class _Search:
@@ -103,7 +112,7 @@ class _Search:
         self.near = 0
         """Places with the text in their names so far."""
 
-    def has_name(self, reference: Reference) -> bool:
+    def _has_name(self, reference: Reference) -> bool:
         """Return whether a model's name has the text in it, whatever its case, or matches the glob."""
         name = str(reference)
         if self._is_pattern:
@@ -111,7 +120,10 @@ class _Search:
         return self._text.casefold() in name.casefold()
 
     def places(self, entry: CatalogEntry, errors: list[BlobstoreError]) -> Iterator[FoundPlace]:
-        """Yield the tensors and files of a model that have the name."""
+        """Yield a model that has the name, and its tensors and files that have it."""
+        if entry.digest is not None and self._has_name(entry.reference):
+            size = sum(entry.blobs.values())
+            yield FoundPlace(entry.reference, "model", "", size, entry.digest)
         if entry.manifest is None:
             return
         layers = entry.manifest.layers_of(*media_types.WEIGHTS)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore.cli import output
+from blobstore.operations.describe import find
 from blobstore.store.local import LocalStore
 from tests.unit.cli.running import run, run_json
 
@@ -65,3 +68,30 @@ def test_what_cannot_be_read_is_an_error_after_what_was_found(several: LocalStor
     errors = run("find", "merges.txt", exit_code=4).stderr
     assert errors.count("blobstore: error: ") == 2
     assert "model moe:latest: " in errors
+
+
+def test_rows_are_printed_while_others_are_looked_for(
+    several: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("cp", "dense", "a-longer-name")
+    together = run("find", "merges.txt").stdout.splitlines()
+    monkeypatch.setattr(output, "_ROWS_WAIT", 0)
+    seen: list[int] = []
+    search = find._Search.places
+
+    def places(*arguments: Any) -> Any:
+        seen.append(len(printed))
+        return search(*arguments)
+
+    printed: list[str] = []
+    show = output.show
+
+    def noting(text: str) -> None:
+        printed.append(text)
+        show(text)
+
+    monkeypatch.setattr(output, "show", noting)
+    monkeypatch.setattr(find._Search, "places", places)
+    lines = run("find", "merges.txt").stdout.splitlines()
+    assert seen == [0, 1, 2, 3]
+    assert lines == together, "the first row is the widest"
