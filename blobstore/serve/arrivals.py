@@ -322,6 +322,7 @@ def lock_arrivals(store: LocalStore) -> int:
         make_folders(folder, store.root)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            store.hold_folders()
             _remove_left(store)
             return descriptor
         os.close(descriptor)

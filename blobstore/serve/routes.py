@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from blobstore.errors import BlobstoreError
 from blobstore.serve.hub import ROUTES, hub_response
 from blobstore.serve.hub_calls import READS
 from blobstore.serve.messages import bytes_response, failure, without_body
@@ -72,7 +74,7 @@ def answer(
     def found() -> Response:
         target = parse_target(request.target)
         # Before the token is checked, because probes have none.
-        if (status := _probe(target, library, pull_through)) is not None:
+        if (status := _probe(target, library)) is not None:
             return status
         # Before all else: a client without access must not learn which addresses there are.
         client = access.client(request, target)
@@ -82,6 +84,7 @@ def answer(
             return _owner(request, access, client, pull_through)
         # Before a name is looked up: a request that is not understood fails alike for all models.
         call = _understood(request, target)
+        library.store.check_root()
         if pull_through is None:
             visible = Visible.of(library.only(client.models))
         else:
@@ -131,14 +134,15 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _probe(target: Target, library: Library, pull_through: PullThrough | None) -> Response | None:
+def _probe(target: Target, library: Library) -> Response | None:
     """Return the response to a question whether the server lives or is ready; None to others."""
-    if (
-        target.segments == ("readyz",) and pull_through is None
-    ):  # which fills a store that is not there yet
-        if not os.access(library.store.root, os.R_OK | os.X_OK):
-            return failure("the store cannot be read", 503)
-    elif target.segments not in (("healthz",), ("readyz",)):
+    if target.segments == ("readyz",):
+        with contextlib.suppress(BlobstoreError):
+            library.store.check_root()
+            if os.access(library.store.root, os.R_OK | os.X_OK):
+                return bytes_response(b"ok\n")
+        return failure("the store cannot be read", 503)
+    if target.segments != ("healthz",):
         return None
     return bytes_response(b"ok\n")
 

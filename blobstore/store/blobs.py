@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from blobstore.core import limits
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import is_absence, read_exactly, write_all
+from blobstore.core.files import is_absence, read_exactly, status_of, write_all
 from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
 from blobstore.core.system import unnamed_file
@@ -64,6 +64,8 @@ class BlobReader:
         """Compressed blobs."""
         self.cold_index = ColdIndex(layout, self._cold)
         """The bases of cold blobs."""
+        self._held: dict[Path, tuple[int, int]] | None = None
+        """The devices and inodes of folders that must stay, once they are there."""
 
     # Paths
 
@@ -89,12 +91,29 @@ class BlobReader:
         """Return the path of the second hard link of a hot blob that is the base of cold ones."""
         return self._layout.base_blob(digest)
 
+    def hold_folders(self) -> None:
+        """From now on, refuse to read or write if a folder of the store is gone, or another one is in its place.
+
+        A server of another's models would fetch what it misses, and write it below the mount point of a disk that is
+        gone.
+        """
+        self._held = {}
+        self.check_root()
+
     def check_root(self) -> None:
-        """Check that the store is a folder, if it exists.
+        """Check that the store is a folder, if it exists, and that its folders are those of :meth:`hold_folders`.
 
         Raises:
             StoreError: it is something else, or a folder above it cannot be entered.
         """
+        if self._held is not None:
+            for path in (self.root, self._layout.manifests, self._layout.blobs):
+                status = status_of(path, follow=True)
+                now = status and (status.st_dev, status.st_ino)
+                if (self._held.setdefault(path, now) if now else self._held.get(path)) != now:
+                    raise StoreError(
+                        f"{quote(path)} is no longer the folder that it was: its disk may be gone"
+                    )
         try:
             status = self.root.stat()
         except OSError as error:
@@ -115,6 +134,8 @@ class BlobReader:
         Raises:
             StoreError: the system refused an operation.
         """
+        if self._held is not None:
+            self.check_root()
         try:
             yield
         except OSError as error:

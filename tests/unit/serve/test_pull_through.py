@@ -505,3 +505,30 @@ def test_a_tag_that_may_not_be_served_is_not_fetched(store: LocalStore, tmp_path
             assert ask(through, "/org/model/resolve/main/config.json") == 401
             assert not through._fetches.running
         assert not list(store.references())
+
+
+@pytest.mark.parametrize("name", ["", "manifests", "blobs"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_nothing_is_asked_or_written_once_a_folder_of_the_store_is_gone(
+    through: PullThrough, store: LocalStore, tmp_path: Path, name: str, *, is_replaced: bool
+) -> None:
+    weights = "/org/{}/resolve/main/model.safetensors"
+    create(write_folder(tmp_path / "own", dense_tensors()), "org/own", store=store)
+    assert ask(through, weights.format("own")) == 200
+    folder = store.root / name
+    folder.rename(tmp_path / "unmounted")
+    if is_replaced:
+        folder.mkdir()  # the mount point
+    for one in ("own", "model"):
+        with pytest.raises(StoreError, match=f"'{folder}' is no longer"):
+            ask(through, weights.format(one))
+    with pytest.raises(StoreError), store.writing():
+        pytest.fail("it is written")
+    assert ask(through, "/readyz") == 503
+    assert folder.exists() == is_replaced
+    if is_replaced:
+        assert not list(folder.iterdir())
+        folder.rmdir()
+    (tmp_path / "unmounted").rename(folder)
+    assert ask(through, weights.format("own")) == 200
+    assert ask(through, "/readyz") == 200
