@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _REASONS = {
     "shared": "models that are not frozen need them, {}",
     "in use": "other processes use them",
+    "elsewhere": "they are in the shared store",
     "no gain": "compression saves no space",
 }
 

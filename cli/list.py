@@ -30,7 +30,7 @@ _ORDERS = get_args(Order)
 
 _FIELDS = (
     "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified "
-    "published_scheme source metrics error"
+    "published_scheme source metrics error store"
 )
 
 
@@ -301,7 +301,9 @@ def _as_table(models: Sequence[ListedModel], metric: str, *, has_shared: bool) -
     from blobstore.operations.sign.report import describe_signers
 
     has_published = any(model.published_scheme for model in models)
+    has_store = any(model.store for model in models)
     more = [render.cell(metric.upper())] if metric else []
+    more += ["STORE"] * has_store
     more += ["QUANTIZATION"] * has_published + ["SIGNED BY"] * output.is_verbose()
     rows = [
         (
@@ -313,6 +315,7 @@ def _as_table(models: Sequence[ListedModel], metric: str, *, has_shared: bool) -
             ),
             render.human_age(model.modified),
             *([_metric_of(model, metric)] if metric else []),
+            *(["shared" if model.store else "own"] * has_store),
             *([render.published(model.published_scheme)] if has_published else []),
             *([render.cell(describe_signers(model.signatures)) or "-"] * output.is_verbose()),
         )

@@ -82,7 +82,7 @@ def gguf_files(store: LocalStore, manifest: Manifest, folder: Path) -> dict[str,
     if manifest.layers_of(*media_types.GGUF):
         for name, layer in ollama_files(manifest):
             if name.endswith(".gguf"):
-                path = Path(store.blob_path(layer.digest))
+                path = Path(store.readable_path(layer.digest))
                 found.setdefault(role_of_name(name), []).append(path)
         return found
     for name, role in gguf_roles(read_source_record(store, manifest)).items():

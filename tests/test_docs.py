@@ -63,6 +63,7 @@ WITH_EXAMPLES = {
     "docs/guides/restore.md": 20,
     "docs/guides/upgrade.md": 5,
     "docs/guides/move.md": 10,
+    "docs/guides/teams.md": 9,
 }
 REGISTRY = "localhost:5000"
 OBJECTS = "http://localhost:8333"
@@ -83,7 +84,9 @@ def test_commands_print_what_the_document_of_signatures_says() -> None:
     check_examples("docs/guides/signatures.md", None)
 
 
-@pytest.mark.parametrize("page", ["save-space", "repair", "follow", "backup", "upgrade", "move"])
+@pytest.mark.parametrize(
+    "page", ["save-space", "repair", "follow", "backup", "upgrade", "move", "teams"]
+)
 def test_commands_print_what_a_guide_says(page: str) -> None:
     check_examples(f"docs/guides/{page}.md", None)
 

@@ -41,7 +41,7 @@ def find_base(model: ModelFiles, store: StoreLike) -> Reference:
         ModelNotFound: the store does not have it.
     """
     wanted = first_text(model.read_json(ADAPTER_CONFIG), "base_model_name_or_path") or ""
-    local = LocalStore.of(store)
+    local = LocalStore.to_read(store)
     try:
         if local.has_model(wanted):
             return Reference.of(wanted)

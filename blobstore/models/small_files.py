@@ -52,7 +52,7 @@ class ModelFiles:
             InvalidManifest: the manifest is damaged.
         """
         reference = Reference.of(reference)
-        store = LocalStore.of(store)
+        store = LocalStore.to_read(store)
         data = store.read_manifest(reference)
         files = ModelFiles(reference, data, store)
         try:
@@ -175,7 +175,7 @@ class ModelFiles:
             )
         with file_faults_located(self.reference, name):
             self.store.check_digest(layer.digest, layer.size)
-        return Path(self.store.blob_path(layer.digest))
+        return Path(self.store.readable_path(layer.digest))
 
     def _layer(self, name: str) -> Descriptor:
         layer = self.files.get(name)

@@ -99,7 +99,7 @@ def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> M
         options["store"] = store
     names = [reference]
     with contextlib.suppress(InvalidReference):  # it would be too long
-        if prefix or _has_state(LocalStore.of(store), reference):
+        if prefix or _has_state(LocalStore.to_read(store), reference):
             names.insert(0, state_of(reference))
     for name in names:
         with contextlib.suppress(NotFound):

@@ -163,7 +163,7 @@ def open_model(
         MissingLibrary: the framework is not installed.
     """
     check_level(verify)
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     options: dict[str, Any] = {
         "framework": framework,
         "device": device,
@@ -283,7 +283,7 @@ def open_files(reference: str | Reference, store: local.StoreLike = None) -> Ite
         NotTrusted, InvalidPolicy: as :func:`open_model`.
         RemoteError: the address is that of a remote model, which cannot be reached.
     """
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     if not is_address(reference):
         reference = Reference.of(reference)
         files = ModelFiles.of(reference, store)

@@ -192,6 +192,10 @@ class RemoteStore:
         """Return the path that the hot file of a local blob has."""
         return self.local.blob_path(digest)
 
+    def readable_path(self, digest: Digest) -> str:
+        """Return the path of the hot file of a local blob that is read."""
+        return self.local.readable_path(digest)
+
     def cold_path(self, digest: Digest) -> str:
         """Return the path that the cold file of a local blob has."""
         return self.local.cold_path(digest)

@@ -120,7 +120,7 @@ class BlobReader:
         try:
             descriptor = self._store.open_hot(part.digest, part.size)
         except BlobMissing:
-            if not self._store.has_cold(part.digest):
+            if not (self._store.has_cold(part.digest) or self._store.is_shared(part.digest)):
                 raise
             state = cold_state(self._store, part.digest, self._bases.get(part.digest.hex))
             return OpenBlob(None, state, state == known)
@@ -180,7 +180,7 @@ class BlobReader:
         try:
             descriptor = self._store.open_hot(digest, size)
         except BlobMissing:
-            if not self._store.has_cold(digest):
+            if not (self._store.has_cold(digest) or self._store.is_shared(digest)):
                 raise
             return self._verify_cold(cache, digest, size, uses_cache=uses_cache)
         try:

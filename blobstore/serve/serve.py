@@ -102,7 +102,9 @@ def serve(
         raise UsageError("tokens are for servers that are not anonymous; leave one of both out")
     if upstream is None and (upstream_token_file is not None or max_size is not None):
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
-    library = Library(LocalStore.of(store), allow)
+    # What it fetches gets names, which are given in a store itself.
+    fetches = upstream is not None or peers
+    library = Library(LocalStore.of(store) if fetches else LocalStore.to_read(store), allow)
     lines = Log(log)
     fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
     tokens: Watched[Access] | None = None
@@ -115,7 +117,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         stack.callback(lines.flush)  # of what is noted after the server has ended
         through = None
-        if upstream is not None or peers:
+        if fetches:
             with optional_libraries():
                 import blobstore.http.transport  # noqa: F401 - httpx2 is missed here, not by the first request
                 from blobstore.serve.peers import Peer

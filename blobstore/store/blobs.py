@@ -3,6 +3,9 @@
 A blob is trusted for its size when it is opened; its digest is checked only on request. The cold file is
 looked for only if there is no hot one, so a store without cold blobs pays nothing for them. Another process
 may freeze or thaw a blob between two looks, so there are several.
+
+A store may have a shared store below it. What reads a blob finds it there if this store has no file of it; what asks
+for files (:meth:`BlobReader.has_hot`, :meth:`BlobReader.blob_path`) or changes them knows those of this store alone.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ _Result = TypeVar("_Result")
 class BlobReader:
     """The blobs of a store, for reading."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, shared: BlobReader | None = None) -> None:
         self._layout = layout
+        self._shared = shared
         self._hot = HotShelf(layout)
         """Blobs that are plain files."""
         self._pinned = HotShelf(layout, layout.base_blob)
@@ -191,12 +195,12 @@ class BlobReader:
         return {digest for digest in self._cold.files() if not self._hot.has(digest)}
 
     def blob_sizes(self) -> set[int]:
-        """Return the sizes of all hot blobs.
+        """Return the sizes of all hot blobs, those of the shared store too.
 
         Raises:
             StoreError: they cannot be listed.
         """
-        return self._hot.sizes()
+        return self._hot.sizes() | (self._shared.blob_sizes() if self._shared else set())
 
     def cold_files(self) -> dict[Digest, os.stat_result]:
         """Return the status of every cold blob's file.
@@ -222,6 +226,30 @@ class BlobReader:
         """Return the base of a cold blob from :meth:`cold_files`; see :meth:`ColdIndex.of`."""
         return self.cold_index.of(digest, status)
 
+    def is_shared(self, digest: Digest) -> bool:
+        """Return whether the shared store has a file of the blob, and this one has none."""
+        return self._shared is not None and self._shared.has(digest) and not self.has(digest)
+
+    def readable_path(self, digest: Digest) -> str:
+        """Return the path of the hot blob of a ``digest`` that is read: here, or in the shared store."""
+        if self._shared is not None and self._shared.has_hot(digest) and not self.has(digest):
+            return self._shared.blob_path(digest)
+        return self.blob_path(digest)
+
+    def _first(self, read: Callable[[HotShelf, ColdShelf], _Result]) -> _Result:
+        """Return what ``read`` gets from the files of this store, or else from those of the shared one."""
+        try:
+            return read(self._hot, self._cold)
+        except BlobMissing as error:
+            if self._shared is None:
+                raise
+            missing = error
+        try:
+            return self._shared._first(read)
+        except BlobMissing:
+            store = quote(self._shared.root)
+            raise BlobMissing(f"{missing.message}, and not in the shared store {store}") from None
+
     # Checking
 
     def check_size(self, digest: Digest, size: int, *, as_base: bool = False) -> None:
@@ -237,15 +265,11 @@ class BlobReader:
             self._pinned.check_size(digest, size)
             return
 
-        def check_cold() -> None:
-            base = self._cold.open(digest, size).base
-            if base is not None and not (self.has(base) or self._pinned.has(base)):
-                path = quote(self._layout.cold_blob(digest))
-                raise BlobDamaged(
-                    f"cold blob {path} cannot be decoded: its base {base} is missing", advice=ADVICE
-                )
-
-        _either(lambda: self._hot.check_size(digest, size), check_cold)
+        self._first(
+            lambda hot, cold: _either(
+                lambda: hot.check_size(digest, size), lambda: cold.check_size(digest, size)
+            )
+        )
 
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -302,8 +326,8 @@ class BlobReader:
             StoreError: it cannot be read.
         """
 
-        def decode() -> int:
-            blob = self._cold.open(digest, size)
+        def decode(cold: ColdShelf) -> int:
+            blob = cold.open(digest, size)
             descriptor = unnamed_file()
             try:
                 for piece in blob.pieces():
@@ -314,7 +338,9 @@ class BlobReader:
                 raise
             return descriptor
 
-        return _either(lambda: self._hot.open(digest, size), decode)
+        return self._first(
+            lambda hot, cold: _either(lambda: hot.open(digest, size), lambda: decode(cold))
+        )
 
     def open_hot(self, digest: Digest, size: int) -> int:
         """Open the hot file of a blob as :meth:`open_blob` does.
@@ -322,25 +348,25 @@ class BlobReader:
         Raises:
             BlobMissing: there is no hot file. Otherwise as :meth:`open_blob`.
         """
-        return self._hot.open(digest, size)
+        return self._first(lambda hot, _: hot.open(digest, size))
 
     def open_cold(
         self, digest: Digest, size: int | None = None, read: Read | None = None
     ) -> ColdBlob:
         """Open the cold file of a blob; see :meth:`ColdShelf.open`."""
-        return self._cold.open(digest, size, read)
+        return self._first(lambda _, cold: cold.open(digest, size, read))
 
     def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map the hot file of a blob into a slot of ``region``. Raises as :meth:`open_hot`."""
-        self._hot.map(digest, size, slot, region)
+        self._first(lambda hot, _: hot.map(digest, size, slot, region))
 
     def mmap_hot(self, digest: Digest, size: int) -> memoryview:
         """Return the mapped bytes of the hot file of a blob. Raises as :meth:`open_hot`."""
-        return self._hot.mmap(digest, size).data
+        return self._first(lambda hot, _: hot.mmap(digest, size).data)
 
     def is_cached(self, digest: Digest, size: int) -> bool:
         """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
-        return self._hot.is_cached(digest, size)
+        return self._first(lambda hot, _: hot.is_cached(digest, size))
 
     def map_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
         """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`.
@@ -348,12 +374,16 @@ class BlobReader:
         No descriptor stays open.
         """
 
-        def decode() -> None:
-            blob = self._cold.open(digest, size)
+        def decode(cold: ColdShelf) -> None:
+            blob = cold.open(digest, size)
             with region.writable_slot(slot, size) as memory:
                 blob.read_into(0, memory)
 
-        _either(lambda: self._hot.map(digest, size, slot, region), decode)
+        self._first(
+            lambda hot, cold: _either(
+                lambda: hot.map(digest, size, slot, region), lambda: decode(cold)
+            )
+        )
 
     def base_files(
         self, digest: Digest, size: int, *, in_chain: bool = False
@@ -385,11 +415,13 @@ class BlobReader:
         Raises:
             BlobDamaged: also if the blob ends before the buffer is full. Otherwise as :meth:`open_blob`.
         """
-        _either(
-            lambda: self._hot.read_into(digest, size, offset, buffer, past_cache=past_cache),
-            lambda: self._cold.open(digest, size).read_into(
-                offset, buffer[: max(size - offset, 0)] if past_cache else buffer
-            ),
+        self._first(
+            lambda hot, cold: _either(
+                lambda: hot.read_into(digest, size, offset, buffer, past_cache=past_cache),
+                lambda: cold.open(digest, size).read_into(
+                    offset, buffer[: max(size - offset, 0)] if past_cache else buffer
+                ),
+            )
         )
 
     def load(
@@ -451,8 +483,10 @@ class BlobReader:
         Raises:
             BlobDamaged: also if it cannot be read to its end. Otherwise as :meth:`open_blob`.
         """
-        pieces = _either(
-            lambda: self._hot.pieces(digest, size), lambda: self._cold.open(digest, size).pieces()
+        pieces = self._first(
+            lambda hot, cold: _either(
+                lambda: hot.pieces(digest, size), lambda: cold.open(digest, size).pieces()
+            )
         )
         with contextlib.closing(pieces):
             yield from pieces
@@ -481,9 +515,11 @@ class BlobReader:
         """
 
         def read(digest: Digest, size: int, slot: int) -> Header:
-            return _either(
-                lambda: self._hot.read_header(digest, size, slot, region),
-                lambda: self._cold.open(digest, size).read_header(),
+            return self._first(
+                lambda hot, cold: _either(
+                    lambda: hot.read_header(digest, size, slot, region),
+                    lambda: cold.open(digest, size).read_header(),
+                )
             )
 
         for slot, (digest, size) in enumerate(blobs):

@@ -277,6 +277,17 @@ class ColdShelf:
             )
         return blob
 
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that the blob has ``size`` bytes, and that its base is here. Raises as :meth:`open`."""
+        base = self.open(digest, size).base
+        if base is not None and not any(
+            shelf.has(base) for _ in range(LOOKS) for shelf in (self._hot, self, self._pinned)
+        ):
+            path = quote(self._layout.cold_blob(digest))
+            raise BlobDamaged(
+                f"cold blob {path} cannot be decoded: its base {base} is missing", advice=ADVICE
+            )
+
     def files(self) -> dict[Digest, os.stat_result]:
         """Return the status of every file that is named like a cold blob.
 

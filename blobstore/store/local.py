@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.digest import BlobId, Digest
+    from blobstore.manifests.reference import Reference
     from blobstore.store.notes import NoteKind
     from blobstore.store.signatures import KeptSignature
 
@@ -57,6 +58,19 @@ def default_root() -> Path:
         return Path.home() / ".blobstore"
     except RuntimeError:
         raise StoreError("there is no home folder; set BLOBSTORE_HOME or give a store") from None
+
+
+def shared_root(root: Path) -> Path | None:
+    """Return the store of ``$BLOBSTORE_SHARED`` if that lies below the store in ``root``: below the default store alone.
+
+    A store that ``--store`` names, such as a backup, has all of its blobs itself.
+    """
+    shared = os.environ.get("BLOBSTORE_SHARED")
+    if not shared or root == (path := Path(shared).absolute()):
+        return None
+    with contextlib.suppress(StoreError):
+        return path if root == default_root().absolute() else None
+    return None
 
 
 _PUBLIC = frozenset(
@@ -78,7 +92,11 @@ class LocalStore(ManifestReader):
     ) -> None:
         path = local_path(default_root() if root is None else root, "store")
         # Absolute, because the program may change its working directory while a model is open.
-        super().__init__(Layout(path.absolute()))
+        path = path.absolute()
+        below = shared_root(path)
+        self.shared = None if below is None else LocalStore(below, lock_timeout=lock_timeout)
+        """The store below this one, which is only read."""
+        super().__init__(Layout(path), self.shared)
         self._locks = Locks(self._layout, lock_timeout)
         self._signatures = Signatures(self._layout)
         self.names = Names(self, self._locks, self._signatures)
@@ -94,6 +112,15 @@ class LocalStore(ManifestReader):
             StoreError: None is given, and this user has no home folder.
         """
         return cast("Self", store) if isinstance(store, LocalStore) else cls(store)
+
+    @classmethod
+    def to_read(cls, store: StoreLike) -> LocalStore:
+        """Return ``store`` with the models of the shared store behind its own. Nothing is written by this.
+
+        Raises as :meth:`of`.
+        """
+        store = cls.of(store)
+        return store if store.shared is None else _WithSharedNames(store)
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name in _PUBLIC or name.startswith("_")]
@@ -258,11 +285,13 @@ class LocalStore(ManifestReader):
         Raises:
             StoreError: the folder cannot be listed.
         """
-        return (one.data for one in self._signatures.of(manifest) if one.data is not None)
+        return (one.data for one in self.kept_signatures(manifest) if one.data is not None)
 
     def kept_signatures(self, manifest: Digest) -> Iterator[KeptSignature]:
         """Yield the files of the signatures of a manifest, damaged ones too. Raises as :meth:`signatures`."""
-        return self._signatures.of(manifest)
+        yield from self._signatures.of(manifest)
+        if self.shared is not None:
+            yield from self.shared.kept_signatures(manifest)
 
     def signature_folder(self, manifest: Digest) -> Path:
         """Return where the signatures of a manifest are kept."""
@@ -319,6 +348,26 @@ class LocalStore(ManifestReader):
 
     def _note_path(self, kind: NoteKind, key: Digest) -> Path:
         return self._layout.headers / f"{key.hex}{kind.ending}"
+
+
+class _WithSharedNames(LocalStore):
+    """A store and the names of the shared one. Its own names come first."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store.root, lock_timeout=store.lock_timeout)
+
+    def manifest_path(self, reference: str | Reference) -> Path:
+        """Return the path of a manifest, here or in the shared store."""
+        path = super().manifest_path(reference)
+        if self.shared is None or is_there(path) or not self.shared.has_model(reference):
+            return path
+        return self.shared.manifest_path(reference)
+
+    def tags(self, repository: Reference) -> Iterator[Reference]:
+        """Yield the names of a repository in both, sorted."""
+        shared = () if self.shared is None else self.shared.tags(repository)
+        own = ManifestReader.tags(LocalStore(self.root), repository)
+        yield from sorted({*own, *shared}, key=lambda name: name.parts)
 
 
 StoreLike = LocalStore | str | os.PathLike[str] | None

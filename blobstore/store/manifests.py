@@ -102,7 +102,7 @@ class ManifestReader(BlobReader):
         config = manifest.config
         try:
             # With the size of the file, because the size in the manifest may be what has changed.
-            size = os.lstat(self.blob_path(config.digest)).st_size
+            size = os.lstat(self.readable_path(config.digest)).st_size
             content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
         except (BlobstoreError, OSError):
             return None
@@ -140,6 +140,9 @@ class ManifestReader(BlobReader):
         )
 
     def _similar_names(self, reference: Reference) -> str:
+        if isinstance(self._shared, ManifestReader) and self._shared.has_model(reference):
+            shared = quote(self._shared.root)
+            return f"the shared store {shared} has it; this is for models of the store itself"
         if not is_there(self.root):
             return f"there is no store there; {NO_STORE}"
         try:

@@ -261,7 +261,7 @@ class Names:
     def _make_folders(self, *references: Reference) -> None:
         """Make the folders of names durably; nothing that is temporary has to be."""
         make_folders(self._layout.temporary, self._store.root, durable=False)
-        for folder in {self._store.manifest_path(reference).parent for reference in references}:
+        for folder in {self._layout.manifest(reference).parent for reference in references}:
             make_folders(folder, self._store.root)
 
     def _check(self, model: NewModel) -> None:
@@ -283,7 +283,7 @@ class Names:
     def _give(self, model: NewModel) -> bytes | None:
         """Give a model its name, which was checked; return the manifest that it replaces, as :meth:`place`."""
         reference = model.update.reference
-        path = self._store.manifest_path(reference)
+        path = self._layout.manifest(reference)
         former = None
         found = self._data(reference)
         if found == model.data:  # its writer may not have synced it
@@ -347,7 +347,7 @@ class Names:
         return None
 
     def _write(self, reference: Reference, data: bytes) -> None:
-        path = self._store.manifest_path(reference)
+        path = self._layout.manifest(reference)
         self.published.remove([reference], durable=False)  # it is of the former manifest
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
         self._spellings.note(reference.parts)
@@ -382,7 +382,7 @@ class Names:
         self.published.remove(names)
         try:
             for reference in names:
-                path = self._store.manifest_path(reference)
+                path = self._layout.manifest(reference)
                 try:
                     path.unlink()
                 except (FileNotFoundError, NotADirectoryError):

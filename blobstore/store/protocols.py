@@ -150,6 +150,10 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         """Return the path that the hot file of a local blob has."""
         ...
 
+    def readable_path(self, digest: Digest) -> str:
+        """Return the path of the hot file of a local blob that is read, here or in the shared store."""
+        ...
+
     def cold_path(self, digest: Digest) -> str:
         """Return the path that the cold file of a local blob has."""
         ...

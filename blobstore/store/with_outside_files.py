@@ -53,7 +53,9 @@ class StoreWithFiles(LocalStore):
                         f"{quote(path)} is not a GGUF file: it does not begin with 'GGUF'"
                     )
                 paths[manifest.config.digest] = str(path)
-        BlobReader.__init__(self, _LayoutWithFiles(store.root, paths))  # reads the files too
+        BlobReader.__init__(
+            self, _LayoutWithFiles(store.root, paths), store.shared
+        )  # reads the files too
 
     def resolve(self, reference: ModelOrFile) -> Manifest:
         """Return the manifest of a model or file."""

@@ -124,7 +124,7 @@ def pack_models(
     check_case(names)
     target = local_path(path)
     check_new_file(target, force=force)
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     store.check_root()
     models = read_models(store, names)
     packed, notices = _signatures_of(store, models, wanted=signatures)

@@ -216,7 +216,7 @@ def compare_models(
         UsageError: ``jobs`` is below 1, or ``names`` is no architecture or not needed.
     """
     check_jobs(jobs)
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     reference, base = name_or_file(reference, store), name_or_file(base, store)
     store = StoreWithFiles(store, (reference, base))
     pairing = pair_tensors(store, reference, base, one_or_more(patterns), names)

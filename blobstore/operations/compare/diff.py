@@ -122,7 +122,7 @@ def diff_models(
         UsageError: ``jobs`` is below 1.
     """
     check_jobs(jobs)
-    with reading_models(LocalStore.of(store), ours, theirs, plain_http=plain_http) as (
+    with reading_models(LocalStore.to_read(store), ours, theirs, plain_http=plain_http) as (
         reader,
         names,
     ):

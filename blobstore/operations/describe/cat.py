@@ -79,7 +79,7 @@ def open_file(
         InvalidManifest: the manifest is damaged.
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
     """
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     if is_address(reference):
         with reading_models(store, reference, plain_http=plain_http) as (reader, (own,)):
             remote = ModelFiles(reference, reader.read_manifest(own), store)

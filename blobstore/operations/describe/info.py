@@ -75,7 +75,7 @@ def model_info(
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     if is_address(reference):
         return _remote_info(store, reference, plain_http)
     reference = Reference.of(reference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
@@ -54,6 +55,8 @@ class ListedModel:
     """The numbers of its ``metrics.json``, such as the loss of a training step, if that was asked for."""
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
+    store: Path | None = None
+    """The shared store that has the model, if it is not in the store itself."""
 
     @property
     def name(self) -> str:
@@ -151,7 +154,21 @@ def choose_models(
         )
 
     entries = catalog.of_repositories(repositories) if repositories else catalog
-    return tuple(listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
+    own = (listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
+    if store.shared is None:
+        return tuple(own)
+    below = choose_models(
+        store.shared,
+        lambda reference, digest: not store.has_model(reference) and is_chosen(reference, digest),
+        repositories=repositories,
+        read_shared=read_shared,
+        read_sources=read_sources,
+        read_signatures=read_signatures,
+        read_metrics=read_metrics,
+        on_error=on_error,
+    )
+    marked = (replace(model, store=store.shared.root) for model in below)
+    return tuple(sorted([*own, *marked], key=lambda model: model.reference.parts))
 
 
 def _tags(

@@ -164,7 +164,7 @@ def describe_model(
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    local = LocalStore.of(store)
+    local = LocalStore.to_read(store)
     with reading_models(local, reference, plain_http=plain_http) as (reader, (name,)):
         found = _describe(reader, name)
     if not is_address(reference):
@@ -278,7 +278,7 @@ def model_source(
     """
     from blobstore.models.source_layers import read_source_record
 
-    with reading_models(LocalStore.of(store), reference, plain_http=plain_http) as (
+    with reading_models(LocalStore.to_read(store), reference, plain_http=plain_http) as (
         reader,
         (name,),
     ):

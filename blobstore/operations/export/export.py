@@ -105,7 +105,7 @@ def export_model(
         raise UsageError(f"the shard size must be at least 1 byte, got {shard_size}")
     if single and shard_size is not None:
         raise UsageError("a single file has no shards; give --single or --shards")
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     manifest = store.resolve(reference)
     target = writer.resolve_target(folder, force=force)
     try:
@@ -158,7 +158,7 @@ def export_models(
         NameConflict: two models would get one folder, at least where case is ignored; nothing is written.
         BlobstoreError: the folder cannot be made.
     """
-    local, names = LocalStore.of(store), Reference.all_of(references)
+    local, names = LocalStore.to_read(store), Reference.all_of(references)
     folders = _folder_names(names)
     sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
     target = local_path(folder)

@@ -106,7 +106,7 @@ def link_model(
     started = time.monotonic()
     check_jobs(jobs)
     reference = Reference.of(reference)
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     manifest = store.resolve(reference)
     target = writer.resolve_target(folder, force=force)
     try:
@@ -161,6 +161,8 @@ def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool)
     for name, layer in links:
         interrupts.check()
         blob = blobs + layer.digest.file_name
+        if store.is_shared(layer.digest):
+            blob = store.readable_path(layer.digest)
         if hard:
             try:
                 os.link(blob, base + name, follow_symlinks=False)

@@ -46,7 +46,7 @@ def export_to_ollama(
         StoreError: the folder cannot be written.
     """
     started = time.monotonic()
-    reference, store = Reference.of(reference), LocalStore.of(store)
+    reference, store = Reference.of(reference), LocalStore.to_read(store)
     model = ModelContents(store, store.resolve(reference))
     if (found := ollama_model(store, model)) is None:
         raise UsageError(

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Names
 
-Outcome = Literal["frozen", "cold", "shared", "in use", "no gain", "missing", "damaged"]
+Outcome = Literal[
+    "frozen", "cold", "shared", "in use", "elsewhere", "no gain", "missing", "damaged"
+]
 """The outcome for a blob: it was frozen now or before, or the reason why not."""
 Need = Literal["shared", "in use"]
 """Why a blob must stay hot."""
@@ -282,6 +284,9 @@ class _Run:
     def _is_to_encode(self, blob: Descriptor, needs: Mapping[str, Need]) -> bool:
         """Return whether a blob must be encoded; add the result of one that need not be."""
         if not self._store.has_hot(blob.digest):
+            if self._store.is_shared(blob.digest):
+                self._add(blob, "elsewhere")
+                return False
             if not self._store.has_cold(blob.digest):
                 return True  # which reports that it is missing
             try:

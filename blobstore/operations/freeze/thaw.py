@@ -105,7 +105,7 @@ def thaw_models(
                 )
     with interrupts.deferred():  # all is done, and the user learns what
         for blob in blobs.values():
-            if not store.has(blob.digest):
+            if not store.has(blob.digest) and not store.is_shared(blob.digest):
                 path = quote(store.blob_path(blob.digest))
                 faults.append(BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing"))
     return Thawed(

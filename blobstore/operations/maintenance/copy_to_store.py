@@ -87,7 +87,7 @@ def copy_to_store(
     target = source if target is None else target
     if not isinstance(target, NameUpdate):
         target = Reference.of(target)
-    store, other = LocalStore.of(store), LocalStore.of(to)
+    store, other = LocalStore.to_read(store), LocalStore.of(to)
     if other.root.exists() and store.root.exists() and other.root.samefile(store.root):
         raise UsageError(f"both are the store {quote(store.root)}; cp without --to gives a name")
     store.resolve(source)  # checks it

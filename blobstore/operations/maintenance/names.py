@@ -196,9 +196,10 @@ def _rename(
     source, target = Reference.of(source), Reference.of(target)
     if source == target:
         raise UsageError(f"{quote(source)} has that name already")
-    store.read_manifest(source)  # fails before a lock is created in a store that does not exist
+    reader = LocalStore.to_read(store) if keeps_source else store
+    reader.read_manifest(source)  # fails before a lock is created in a store that does not exist
     with store.writing(), store.exclusive_lock():
-        data, manifest = _read(store, source)
+        data, manifest = _read(reader, source)
         # On a file system that ignores case, removing the old name would remove the new one.
         if not keeps_source and source.full.casefold() == target.full.casefold():
             raise NameConflict(

@@ -158,7 +158,7 @@ def push_model(
     started = time.monotonic()
     check_type("registry", registry, RegistryOptions)
     check_jobs(streams)
-    reference, store = Reference.of(reference), LocalStore.of(store)
+    reference, store = Reference.of(reference), LocalStore.to_read(store)
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
     steps = Steps(streams, progress)
