@@ -44,6 +44,12 @@ class Metrics:
     """Responses that ended early: the client left, or a blob is damaged."""
     damaged: int = 0
     """Errors about models and blobs."""
+    damaged_blobs: int = 0
+    """Those of them that are damage, and no fault of a disk or of another server."""
+    hits: int = 0
+    """Responses with files of the store."""
+    misses: int = 0
+    """Responses with files that were still arriving."""
     open_requests: int = 0
     healed: int = 0
     """Responses that were right after another server had sent what is damaged here."""
@@ -59,8 +65,8 @@ class Metrics:
         self.seconds += seconds
         self.durations[bisect_left(_BOUNDS, seconds)] += 1
 
-    def text(self, connections: int, disk: tuple[int, int] | None = None) -> str:
-        """Return the numbers in Prometheus' text format. ``disk`` is the size of the store's disk, and what is free."""
+    def text(self, connections: int) -> str:
+        """Return the numbers in Prometheus' text format."""
         requests: list[tuple[str, float]] = [
             (f'{{method="{method}",status="{status}"}}', count)
             for (method, status), count in sorted(self.requests.items())
@@ -71,14 +77,6 @@ class Metrics:
             for bound, count in zip((*_BOUNDS, "+Inf"), (*below, all_requests), strict=True)
         ]
         durations += [("_sum", round(self.seconds, 6)), ("_count", all_requests)]
-        disks = (
-            ()
-            if disk is None
-            else (
-                ("disk_size_bytes", "Size of the file system of the store.", disk[0]),
-                ("disk_free_bytes", "Bytes that the server may still write there.", disk[1]),
-            )
-        )
         version = f'{{version="{self.version}"}}'
         return "".join(
             (
@@ -91,7 +89,6 @@ class Metrics:
                     *durations,
                 ),
                 plain_families(
-                    *disks,
                     ("sent_bytes_total", "Bytes of bodies that were sent.", self.bytes_sent),
                     (
                         "verified_bytes_total",
@@ -103,6 +100,13 @@ class Metrics:
                         "store_errors_total",
                         "Errors of the store, such as damaged blobs.",
                         self.damaged,
+                    ),
+                    ("damaged_total", "Times that a blob was found damaged.", self.damaged_blobs),
+                    ("cache_hits_total", "Responses with files that the store had.", self.hits),
+                    (
+                        "cache_misses_total",
+                        "Responses with files that were still arriving.",
+                        self.misses,
                     ),
                     (
                         "healed_total",

@@ -75,6 +75,8 @@ class ModelFetches:
         """When this process has last fetched a commit."""
         self.models = 0
         """Those that have arrived."""
+        self.errors = 0
+        """Fetches, and questions about models, that have failed."""
         self.is_full: Callable[[], bool] = lambda: False
         """Returns whether no more may arrive."""
         self._fetched, self._is_closed = 0, False
@@ -238,6 +240,11 @@ class ModelFetches:
         self._library.pulled.giving(reference, commit)
         return seen
 
+    def count_error(self) -> None:
+        """Count a question to the upstream that has failed."""
+        with self._counting:
+            self.errors += 1
+
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
@@ -263,6 +270,7 @@ class ModelFetches:
             with self._counting:
                 del self.running[key]
                 self._fetched += arrival.fetched
+                self.errors += arrival.error is not None
             self._library.pulled.release(key)
             self.models += arrival.created is not None
             if arrival.error is not None:

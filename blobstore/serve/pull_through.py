@@ -142,6 +142,7 @@ class PullThrough:
                 fetches.models,
             ),
             ("peer_bytes_total", "Bytes of blobs fetched from peers.", self.peers.fetched),
+            ("upstream_errors_total", "Questions and fetches that have failed.", fetches.errors),
             ("arriving_models", "Models that are being fetched.", len(fetches.running)),
         )
 
@@ -518,6 +519,7 @@ class PullThrough:
                 self._refused(asked, client, refusal.repository)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
+            self._fetches.count_error()
             if origin is not None and has_answer:
                 holds = min(self._holds, _RETRY_SECONDS)
                 self._tags.set(asked.reference, Known(origin.commit, origin.peer), holds)

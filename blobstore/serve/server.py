@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -28,9 +27,10 @@ from blobstore.serve.body import WRITTEN, BodySender, is_encrypted
 from blobstore.serve.connection import Connection, Connections
 from blobstore.serve.listener import listening
 from blobstore.serve.log import ErrorLog, Log
-from blobstore.serve.messages import PEER, Request, Response, failure, without_body
+from blobstore.serve.messages import PEER, FilePart, Request, Response, failure, without_body
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
+from blobstore.serve.store_sizes import StoreSizes
 from blobstore.serve.text_memory import TextMemory
 from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
@@ -81,6 +81,7 @@ _TURN_SECONDS = 0.0005
 """How long a thread computes while another one waits for its turn. The loop needs a turn after each call to the system."""
 _LOG_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
+_MEASURE_SECONDS = 10.0
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
@@ -141,7 +142,7 @@ class Server:
         self._texts = TextMemory(MAX_TEXTS)
         self._watches = Watches()
         self._garbage = OldGarbage()
-        self._root = store.root
+        self._sizes = StoreSizes(store)
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
         self._log = log or Log(None)
@@ -186,6 +187,7 @@ class Server:
         chores = [
             asyncio.create_task(self._repeat(_LOG_SECONDS, self._log.flush)),
             asyncio.create_task(self._repeat(_LOOK_SECONDS, look)),
+            asyncio.create_task(self._repeat(_MEASURE_SECONDS, self._sizes.measure)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
             asyncio.create_task(self._repeat(_TIDY_SECONDS, self._collect)),
         ]
@@ -271,6 +273,9 @@ class Server:
             return await _begun(
                 raw, web.Response(status=response.status, headers=headers, body=data or None)
             )
+        is_arriving = any(isinstance(part, FilePart) for part in response.parts)
+        self.metrics.hits += not is_arriving
+        self.metrics.misses += is_arriving
         stream = await _begun(
             raw, web.StreamResponse(status=response.status, headers=_named(response))
         )
@@ -422,6 +427,7 @@ class Server:
 
     def _note_error(self, request: Request, error: Exception) -> None:
         self.metrics.damaged += 1
+        self.metrics.damaged_blobs += _is_damage(error)
         text = "" if isinstance(error, BlobstoreError) else "a file cannot be read: "
         self._log.note(error=f"{text}{error}", path=request.target.partition("?")[0])
 
@@ -429,21 +435,17 @@ class Server:
         """Call ``act`` repeatedly on a thread. A failure is logged, and does not end the calls."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(seconds)
             try:
                 await loop.run_in_executor(None, act)
             except Exception as error:  # noqa: BLE001 - of a disk or of a thread that cannot be started
                 self._log.note(error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(seconds)
 
     def _collect(self) -> None:
         self._garbage.collect(is_idle=not self.metrics.open_requests)
 
     def _metrics_text(self) -> str:
-        disk = None
-        with contextlib.suppress(OSError):
-            size, _, free = shutil.disk_usage(self._root)
-            disk = (size, free)
-        return self.metrics.text(self._connections(), disk)
+        return self.metrics.text(self._connections()) + self._sizes.text()
 
     def _count_verified(self, size: int) -> None:
         self.metrics.bytes_verified += size

@@ -186,9 +186,17 @@ def until_there(server: Serving, store: LocalStore, name: str) -> None:
 
 
 def counters(server: Serving) -> list[str]:
-    """Return the metrics that do not count or time requests, or measure the disk."""
+    """Return the metrics that do not count or time requests, or measure the disk or the store."""
     lines = server.request("/metrics")[2].decode().splitlines()
-    others = ("requests", "request_seconds", "sent", "disk_free")
+    others = (
+        "requests",
+        "request_seconds",
+        "sent",
+        "disk_",
+        "store_blobs",
+        "store_cold",
+        "store_bytes",
+    )
     return [line for line in lines if not any(word in line for word in others)]
 
 
@@ -280,6 +288,7 @@ def test_a_restricted_model_is_not_shown_while_it_arrives(
         finally:
             gate[1].set()
         assert reader.result()[0] == 200
+        assert server.metric("cache_misses_total") == 1
 
 
 def test_the_answer_is_the_same_if_the_upstream_is_gone(
@@ -287,6 +296,7 @@ def test_the_answer_is_the_same_if_the_upstream_is_gone(
 ) -> None:
     copy_model(GATED, "plain", store=store)
     with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
+        assert server.metric("upstream_errors_total") == 0
         for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
             for headers in ({}, {"Authorization": RIGHT}):
                 for absent, names in (
@@ -297,6 +307,7 @@ def test_the_answer_is_the_same_if_the_upstream_is_gone(
                     for name in names:
                         found = response(server, route, "GET", headers, name, known[GATED])
                         assert found == expected, (route, headers, name)
+        assert server.metric("upstream_errors_total") > 0
 
 
 def test_a_copy_of_a_restricted_model_is_for_nobody_else_either(

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from blobstore.serve.library import Library
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.store_sizes import StoreSizes
 from tests.support.serve import ask
 
 ALERTS = Path(__file__).parents[3] / "docs/examples/prometheus-alerts.yaml"
@@ -22,7 +23,7 @@ def test_prometheus_reads_every_number() -> None:
     metrics.requests["HEAD", 404] += 1
     for seconds in (0.005, 0.006, 601):
         metrics.note_seconds(seconds)
-    text = metrics.text(connections=2, disk=(100, 7))
+    text = metrics.text(connections=2)
     families = list(text_string_to_metric_families(text))
     assert {family.type for family in families} == {"counter", "gauge", "histogram"}
     assert all(family.documentation for family in families)
@@ -34,8 +35,6 @@ def test_prometheus_reads_every_number() -> None:
     assert found["blobstore_sent_bytes_total",] == 5
     assert found["blobstore_open_connections",] == 2
     assert found["blobstore_build_info", metrics.version] == 1
-    assert found["blobstore_disk_size_bytes",] == 100
-    assert found["blobstore_disk_free_bytes",] == 7
     buckets = [found["blobstore_request_seconds_bucket", le] for le in ("0.005", "0.025", "600.0")]
     assert buckets == [1, 2, 2]
     assert found["blobstore_request_seconds_bucket", "+Inf"] == 3
@@ -51,7 +50,9 @@ def test_metrics_have_the_media_type_of_their_format(library: Library) -> None:
 def test_the_alert_rules_name_metrics_that_a_server_has(library: Library) -> None:
     through = PullThrough(library, None, fresh=1)
     try:
-        text = Metrics().text(connections=0, disk=(1, 1)) + through.metrics()
+        sizes = StoreSizes(library.store)
+        sizes.measure()
+        text = Metrics().text(connections=0) + sizes.text() + through.metrics()
     finally:
         through.close()
     names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

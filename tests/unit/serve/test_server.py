@@ -406,7 +406,9 @@ def test_a_damaged_blob_ends_the_connection_before_its_first_byte(
         status, _, body = server.request(target, range=f"bytes={begin + 1000}-{begin + 2000}")
         assert (status, b"log of the server" in body) == (500, True)
         assert server.request(target, range="bytes=0-9")[2] == data[:10]
-        assert server.metric("store_errors_total") == 2
+        assert server.metric("store_errors_total") == server.metric("damaged_total") == 2
+        assert server.metric("cache_hits_total") == 2, "the last one is in memory"
+        assert server.metric("cache_misses_total") == 0
     assert library.store.root == store.root
 
 
