@@ -85,6 +85,12 @@ if TYPE_CHECKING:
     help="Keep at most SIZE of the upstream's models, such as 2TB; the least recently used go first.",
 )
 @click.option(
+    "--prewarm",
+    type=arguments.FILE,
+    metavar="LOCKFILE",
+    help="Fetch the models of this file of 'blobstore lock' first; /readyz says no until they are there.",
+)
+@click.option(
     "--drain",
     type=click.FloatRange(min=0),
     default=30,
@@ -106,6 +112,7 @@ def command(
     peers: list[str],
     fresh: float,
     max_size: int | None,
+    prewarm: str | None,
     drain: float,
     anonymous: bool,
 ) -> None:
@@ -118,7 +125,8 @@ def command(
     """
     from blobstore.serve.serve import serve
 
-    if upstream is None and not peers:  # these fill a store that is not there yet
+    # These fill a store that is not there yet.
+    if upstream is None and not peers and prewarm is None:
         output.show_note(*arguments.store_notes(store))
     try:
         serve(
@@ -135,6 +143,7 @@ def command(
             peers=peers,
             fresh=fresh,
             max_size=max_size,
+            prewarm=prewarm,
             drain=drain,
             on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
             log=None if output.is_quiet() else output.show_line,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
+    from blobstore.manifests.lock_file import LockedModel
     from blobstore.serve.commits import Version
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
@@ -100,6 +101,8 @@ class Library:
         self.pulled = PulledModels(store)
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
+        self.awaited: Sequence[LockedModel] = ()
+        """Models without which the server is not ready."""
         self._distrusted: dict[str, None] = {}
         self._allow = (tuple(allow),) if allow else ()
         """Groups of patterns, of each of which a name matches one."""

@@ -155,9 +155,14 @@ class PullThrough:
         library = self._library.only(patterns)
         return narrowed(self._narrowed, patterns, self, _library=library)
 
+    @property
+    def has_upstream(self) -> bool:
+        """Whether there is an upstream, and not peers alone."""
+        return self._upstreams.has_upstream
+
     def reads_tokens(self, request: Request) -> bool:
         """Return whether the token of a request decides which models there are for it."""
-        return self._upstreams.has_upstream and PEER not in request.headers
+        return self.has_upstream and PEER not in request.headers
 
     def visible(self, request: Request, target: Target, token: str) -> Visible:
         """Return the models that the client may read among those that it asks for.

@@ -137,6 +137,8 @@ def _in_origin_form(request: Request) -> Request:
 def _probe(target: Target, library: Library) -> Response | None:
     """Return the response to a question whether the server lives or is ready; None to others."""
     if target.segments == ("readyz",):
+        if library.awaited:
+            return failure(f"{len(library.awaited)} models of the lock file are not there yet", 503)
         with contextlib.suppress(BlobstoreError):
             library.store.check_root()
             if os.access(library.store.root, os.R_OK | os.X_OK):

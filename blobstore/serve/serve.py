@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.serve.messages import Request, Response
+    from blobstore.serve.pull_through import PullThrough
 
 _MAX_TOKEN_FILE = 1 << 20
 FRESH_SECONDS = 300.0
@@ -51,6 +52,7 @@ def serve(
     peers: Sequence[str] = (),
     fresh: float = FRESH_SECONDS,
     max_size: int | None = None,
+    prewarm: str | os.PathLike[str] | None = None,
     drain: float = DRAIN_SECONDS,
     on_ready: Callable[[str], object] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
@@ -79,6 +81,8 @@ def serve(
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
         max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
             the longest time are removed. None for no limit.
+        prewarm: a lock file of :func:`lock_models`, whose models are fetched at the start. The server is not ready
+            before they are there. What ``upstream`` has comes from it, and everything else as by :func:`sync_models`.
         drain: seconds that responses may still take after the process was asked to stop. It has ended then.
         on_ready: called with the server's address, once the port is open.
         stop: called from time to time; True ends the server as a signal does.
@@ -148,6 +152,7 @@ def serve(
 
             return answer(request, library, access(), all_metrics, through)
 
+        stack.callback(_prewarmed(prewarm, library, through, lines))
         threading.Thread(target=_look_ahead, args=(library,), daemon=True).start()
         run_server(
             respond,
@@ -164,6 +169,17 @@ def serve(
             heals=upstream is not None,
             drain=drain,
         )
+
+
+def _prewarmed(
+    file: str | os.PathLike[str] | None, library: Library, through: PullThrough | None, log: Log
+) -> Callable[[], object]:
+    """Begin to fetch the models of a lock file, if there is one, and return what ends that."""
+    if file is None:
+        return lambda: None
+    from blobstore.serve.prewarm import Prewarm
+
+    return Prewarm(file, library, through, log.note).close
 
 
 def _look_ahead(library: Library) -> None:

@@ -163,7 +163,7 @@ def sync_models(
         UsageError: an argument is invalid, or the file is not a lock file.
     """
     if isinstance(models, str | os.PathLike):
-        models = _read_lock(local_path(models, "source"))
+        models = read_lock(local_path(models, "source"))
     options = {"streams": streams, "limit_rate": limit_rate, "jobs": jobs, "plain_http": plain_http}
     local = LocalStore.of(store)
     results = [_compared(local, model) for model in models]
@@ -188,7 +188,7 @@ def sync_models(
     return results
 
 
-def _read_lock(path: Path) -> list[LockedModel]:
+def read_lock(path: Path) -> list[LockedModel]:
     """Return the models of a lock file.
 
     Raises:
