@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 IMAGE = "registry.example.com/blobstore:0.1.0"
 PROGRAM = "/opt/blobstore/bin/blobstore"
 UNITS = sorted((EXAMPLES / "systemd").iterdir())
+COMPOSE = (EXAMPLES / "compose/compose.yaml").read_text(encoding="utf-8")
+VERSIONS = ("1.33", "1.37")  # the first one that has image volumes in beta, and the newest one
 
 
 def resources() -> list[dict[str, Any]]:
@@ -43,8 +46,7 @@ def commands() -> list[tuple[str, ...]]:
         for container in pod["containers"]
         if container["image"] == IMAGE
     ]
-    compose = yaml.safe_load((EXAMPLES / "compose/compose.yaml").read_text(encoding="utf-8"))
-    found.append(tuple(compose["services"]["blobstore"]["command"]))
+    found.append(tuple(yaml.safe_load(COMPOSE)["services"]["blobstore"]["command"]))
     for unit in UNITS:
         for line in unit.read_text(encoding="utf-8").splitlines():
             if line.startswith("ExecStart="):
@@ -92,6 +94,28 @@ def test_pods_mount_volumes_that_they_have_and_run_without_rights() -> None:
                 assert user["runAsNonRoot"], name
                 assert user["runAsUser"] == 10001
                 assert user["readOnlyRootFilesystem"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_has_every_field_of_the_files(version: str) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="it is in the test group")
+    found = resources()
+    for one in found:
+        kubernetes.validate(one, version, strict=True)
+    assert len(found) >= 10
+    wrong = copy.deepcopy(found[0])
+    wrong["spec"]["replica"] = 1
+    with pytest.raises(kubernetes.ValidationError, match="replica"):
+        kubernetes.validate(wrong, version, strict=True)
+
+
+def test_compose_has_every_field_of_the_file_and_what_it_names() -> None:
+    compose = pytest.importorskip("compose_spec", reason="it is in the test group").PyCompose
+    compose.from_yaml(COMPOSE).validate()
+    with pytest.raises(ValueError, match="restarts"):
+        compose.from_yaml(COMPOSE.replace("restart: ", "restarts: ", 1))
+    with pytest.raises(ValueError, match="certificate"):
+        compose.from_yaml(COMPOSE.replace("  certificate: ", "  another: ")).validate()
 
 
 def test_services_and_policies_select_pods_that_there_are() -> None:
