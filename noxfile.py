@@ -50,6 +50,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def newest(session: nox.Session) -> None:
+    """Test with the newest versions of all libraries, those that we hook into among them: the pins do not count."""
+    session.install("-q", "-U", "--upgrade-strategy", "eager", "-e", ".", "--group", "test")
+    session.run("python", "-m", "pip", "list")
+    paths = session.posargs or ["tests/unit/integrations", "tests/unit/sources", "tests/real"]
+    session.run("pytest", "-n", "auto", *paths)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Run the linters: code, imports between packages, house rules, workflow files."""
     install(session, "dev")

@@ -23,6 +23,8 @@ from share import COMPLETIONS
 ROOT = Path(__file__).parents[2]
 LINKS = {"blobstore/manifests", "blobstore/cli"}
 """Links of the checkout, which are folders in the sdist."""
+LARGEST = {".whl": 2_500_000, ".gz": 9_000_000}
+"""Bytes that a package may have, by the end of its name: the sdist has the tests and their files."""
 YEARS = 10 * 365 * 24 * 3600
 
 
@@ -63,6 +65,9 @@ def copy_sources(names: set[str], folder: Path) -> Path:
 
 def check(sdist: Path, wheel: Path, names: set[str]) -> None:
     """Fail unless the distributions have the files that they should have, and no others."""
+    for path in (sdist, wheel):
+        if (size := path.stat().st_size) > LARGEST[path.suffix]:
+            sys.exit(f"{path.name} has {size:,} bytes, more than {LARGEST[path.suffix]:,}")
     with tarfile.open(sdist) as archive:
         inside = {item.name.partition("/")[2] for item in archive if item.isfile()}
     followed = {name for name in inside if name.startswith(tuple(f"{link}/" for link in LINKS))}
@@ -102,7 +107,7 @@ def main(out: Path) -> None:
     check(sdist, wheel, names)
     subprocess.run([sys.executable, "-m", "check_wheel_contents", wheel], check=True)
     for name, digest in digests(built).items():
-        print(f"{digest}  {name}")
+        print(f"{digest}  {name}, {(out / name).stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

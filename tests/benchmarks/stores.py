@@ -2,8 +2,8 @@
 
 The family is all-MiniLM-L6-v2, the same files under another name, the same weights in two shards, and two
 stand-ins for fine-tunes: every element of the upper half of the layers, or of all matrices, is moved by a
-random step of about 2e-5, the size of some dozens of steps of training. DVC, tensorfs and hexz are measured
-if they are installed; give the folder of their programs in PATH::
+random step of about 2e-5, the size of some dozens of steps of training. DVC, tensorfs, hexz and lmz are
+measured if they are installed; give the folder of their programs in PATH::
 
     python -m tests.benchmarks.stores FOLDER
 
@@ -124,11 +124,18 @@ def pack_with_hexz(folder: Path, models: dict[str, Path]) -> Callable[[], int]:
     return lambda: run(folder, str(python), "-c", read, *(f"{name}.hxz" for name in models))
 
 
+def add_to_lmz(folder: Path, models: dict[str, Path]) -> Callable[[], int]:
+    for name, path in models.items():
+        assert run(folder, "lmz", "add", str(path), "--name", name, "--store", ".") == 0
+    return lambda: max(run(folder, "lmz", "verify", f"models/{name}.lmz") for name in models)
+
+
 STORES = {
     "files in folders": copy_files,
     "DVC": add_to_dvc,
     "tensorfs": add_to_tensorfs,
     "hexz, against the base": pack_with_hexz,
+    "lmz": add_to_lmz,
     "blobstore": add_to_blobstore,
     "blobstore, frozen": freeze,
 }
