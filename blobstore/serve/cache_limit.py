@@ -49,7 +49,8 @@ _STEP: Final = 256 << 20
 class _Fetched:
     """A version that was fetched: its manifests, with the names that have them now, and its blobs."""
 
-    origin: Origin
+    origin: Origin | None
+    """None if its manifest is damaged, so that its blobs are unknown."""
     used: float
     manifests: list[tuple[Reference, Digest]] = field(default_factory=list)
     blobs: dict[str, int] = field(default_factory=dict)
@@ -167,7 +168,11 @@ class CacheLimit:
 
     def _commits(self) -> Iterator[Commit | None]:
         """Yield the commits of all models that the store has, or that can come back. Raises BlobstoreError or OSError."""
-        for origin in self._origins(self._names()).values():
+        names = read_catalog(self._store)
+        for entry in names.unreadable():
+            if entry.error is not None:
+                raise entry.error
+        for origin in self._origins(names).values():
             yield (origin.repository, origin.commit) if origin else None
         published = self._store.names.published
         former = (
@@ -176,17 +181,9 @@ class CacheLimit:
         for data in (*former, *map(published.read_manifest, published.gone())):
             yield self._pulled.commit_of(Manifest.from_bytes(data))
 
-    def _names(self) -> Catalog:
-        """Return the names of the store. Raises BlobstoreError if a manifest cannot be read."""
-        catalog = read_catalog(self._store)
-        for entry in catalog.unreadable():
-            if entry.error is not None:
-                raise entry.error
-        return catalog
-
     def _origins(self, names: Catalog) -> Mapping[Reference, Origin | None]:
-        """Return the commits that names were fetched from. Each manifest is parsed once for that."""
-        references = [entry.reference for entry in names]
+        """Return the commits that names were fetched from. Each manifest is parsed once for that; damaged ones are not."""
+        references = [entry.reference for entry in names if entry.known]
         return prepared(lambda: self._library.origins(references))
 
     def _oldest(self, most: int) -> tuple[list[tuple[_Removable, set[str]]], int]:
@@ -197,13 +194,13 @@ class CacheLimit:
 
         def freed(item: _Removable, only: set[str]) -> set[str] | None:
             nonlocal leased
-            if not (isinstance(item, _BrokenOff) or self._is_idle(item)):
+            if not isinstance(item, _BrokenOff) and (own is None or not self._is_idle(item)):
                 return None
             if not only.isdisjoint(leased):
                 leased = self._leased()  # that of this process has just ended for an idle model
             return only if only.isdisjoint(leased) else None
 
-        return choose_evicted([*fetched, *self._broken_off()], own, most, freed)
+        return choose_evicted([*fetched, *self._broken_off()], own or (), most, freed)
 
     def _leased(self) -> set[str]:
         return {digest.hex for digest in self._store.read_leases().digests}
@@ -219,11 +216,15 @@ class CacheLimit:
                 files = [one.stat(follow_symlinks=False).st_size for one in walk_files(folder)]
                 yield _BrokenOff(folder, used, sum(files))
 
-    def _versions(self) -> tuple[list[_Fetched], set[str]]:
-        """Return the fetched versions, and the hex digests of the blobs of other models. Raises BlobstoreError."""
+    def _versions(self) -> tuple[list[_Fetched], set[str] | None]:
+        """Return the fetched versions, and the hex digests of the blobs of other models. Raises BlobstoreError.
+
+        They are None if a manifest of another model is damaged, which may need any blob.
+        """
         found: dict[Commit, _Fetched] = {}
         own: set[str] = set()
-        names = self._names()
+        names = read_catalog(self._store)
+        damaged = [self._damaged(entry.reference) for entry in names.unreadable()]
         origins = self._origins(names)
         given = {
             name for name, origin in origins.items() if origin and self._pulled.has_given(name)
@@ -256,7 +257,16 @@ class CacheLimit:
                     manifest = Manifest.from_bytes(former.data)
                     blobs = {blob.digest.hex: blob.size for blob in manifest.blobs}
                     add(name, self._pulled.origin(manifest), blobs)
-        return list(found.values()), own
+        fetched = [*found.values(), *(one for one in damaged if one)]
+        return fetched, None if None in damaged else own
+
+    def _damaged(self, name: Reference) -> _Fetched | None:
+        """Return a fetched model of which only the name is known, and goes first; None if it may be another model."""
+        with contextlib.suppress(BlobstoreError):
+            if self._pulled.has_given(name):
+                data = self._store.read_manifest(name)
+                return _Fetched(None, 0.0, [(name, Digest.of(data))])
+        return None
 
     def _is_restorable(self, former: bytes) -> bool:
         """Return whether a name can get a manifest back that it had before."""
@@ -269,7 +279,7 @@ class CacheLimit:
 
     def _remove(self, chosen: Iterable[tuple[_Removable, set[str]]]) -> None:
         """Remove models, each with the blobs that go with it. All manifests are looked at once, and not for each."""
-        removed: list[tuple[Origin, set[str]]] = []
+        removed: list[tuple[Origin | None, set[str]]] = []
         for version, only in chosen:
             if isinstance(version, _BrokenOff):
                 shutil.rmtree(version.folder, ignore_errors=True)
@@ -285,10 +295,11 @@ class CacheLimit:
             return
         freed = remove_blobs(self._store, set().union(*(only for _, only in removed)))
         # After the names and the blobs: without its record, a fetched model would look like one of the store's own.
-        self._forget(origin for origin, _ in removed)
+        self._forget(origin for origin, _ in removed if origin)
         for origin, only in removed:
             size = sum(freed[blob] for blob in only)
-            self._note(removed=origin.repository, commit=origin.commit, freed=size)
+            if origin:
+                self._note(removed=origin.repository, commit=origin.commit, freed=size)
 
 
 _Removable = _Fetched | _BrokenOff

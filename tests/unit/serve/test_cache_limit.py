@@ -254,6 +254,43 @@ def test_models_that_go_together_need_one_look_at_all(
     assert (calls["read_catalog"], calls["remove_blobs"]) == (2, 1)
 
 
+# Damaged manifests
+
+
+def damage(store: LocalStore, name: str) -> None:
+    path = store.manifest_path(name)
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def test_a_damaged_manifest_of_the_operators_keeps_all_blobs_and_stops_no_fetch(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    copy_model("org/a", "own", store=store)
+    damage(store, "own")
+    claimed(limit, SIZE // 2).spend(SIZE // 2)
+    with pytest.raises(Refusal) as caught:
+        claimed(limit, SIZE, "other")
+    assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
+    repair_models(["own"], store=store)
+    claimed(limit, SIZE, "other").spend(SIZE)
+    assert names(store) == ["own", "a", "b"], "blobs of the operator's do not count"
+
+
+def test_a_fetched_model_with_a_damaged_manifest_keeps_no_other_one(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    blobs = store.resolve("org/a").blobs
+    damage(store, "org/b")
+    claimed(limit, SIZE).spend(SIZE)
+    assert names(store) == ["a", "b"], "there is space"
+    claimed(limit, SIZE, "other").spend(SIZE)
+    claimed(limit, SIZE, "more").spend(SIZE)
+    assert names(store) == []
+    assert not any(store.has(blob.digest) for blob in blobs if blob.size >= SIZE)
+
+
 # What broken fetches have left
 
 
