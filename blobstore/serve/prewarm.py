@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Final
 from blobstore.errors import BlobstoreError
 from blobstore.operations.transfer.sync import read_lock, sync_models
 from blobstore.serve.messages import Request
+from blobstore.serve.names import is_name
 from blobstore.serve.refusal import Refusal
 from blobstore.serve.targets import parse_target
 from blobstore.serve.unprepared import prepared
+from blobstore.sources.hub_listing import COMMIT
 
 if TYPE_CHECKING:
     import os
@@ -60,8 +62,7 @@ class Prewarm:
         if self._ended.is_set():
             return False
         try:
-            through = self._through
-            if through is None or not through.has_upstream or model.remote or model.options:
+            if (through := self._cache_of(model)) is None:
                 error = sync_models([model], store=self._library.store)[0].error
                 if error is not None:
                     raise error
@@ -75,3 +76,10 @@ class Prewarm:
             return False
         self._note(prewarm=str(model.reference))
         return True
+
+    def _cache_of(self, model: LockedModel) -> PullThrough | None:
+        """Return what fetches a model from the upstream as it is; None for others."""
+        is_there = is_name(model.repository) and COMMIT.fullmatch(model.commit)
+        is_other = model.remote or model.options or not is_there
+        through = self._through
+        return None if through is None or is_other or not through.has_upstream else through

@@ -34,12 +34,12 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def locked(hub: HubServer, folder: Path) -> str:
+def locked(hub: HubServer, folder: Path, repository: str = "org/model") -> str:
     """Return the option with a lock file of the model at the Hub."""
     model = LockedModel(
         reference=Reference.parse("org/model"),
         manifest=Digest.of(b"of another import"),
-        repository="org/model",
+        repository=repository,
         commit=hub.repos["org/model"].commit,
     )
     (folder / "models.lock").write_text(format_lock([model]))
@@ -92,6 +92,17 @@ def test_what_cannot_be_fetched_is_asked_for_again(
         assert server.request("/readyz")[0] == 503
         hub.repos["org/model"].status = 0
         until_ready(server)
+
+
+@pytest.mark.parametrize("repository", ["org/mo del", "org/..", "org/model/manifests/x?", "é"])
+def test_a_repository_that_cannot_be_one_is_named_in_the_log(
+    hub: HubServer, store: LocalStore, tmp_path: Path, repository: str
+) -> None:
+    with serving(
+        store, tmp_path, "--upstream", hub.url, locked(hub, tmp_path, repository)
+    ) as server:
+        assert server.wait_for_log("prewarm", "org/model")["error"]
+        assert server.request("/readyz")[0] == 503
 
 
 def test_models_of_another_server_become_those_of_the_store(
