@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from blobstore.registry.layouts.attached import Attached
     from blobstore.registry.layouts.tar import TarLayer
     from blobstore.registry.manifest import RemoteManifest
-    from blobstore.serve.cold_files import ColdFiles
+    from blobstore.serve.cold_files import ColdFiles, Owners
     from blobstore.serve.messages import Part
     from blobstore.serve.pulled import Origin
     from blobstore.store.local import LocalStore
@@ -72,6 +72,10 @@ class Artifact:
     """The blobs of the model, whose compressed forms clients may use; none of an image."""
     cold_version: FileVersion | None = None
     """When the cold files were listed; see :class:`~blobstore.serve.cold_files.ColdFiles`."""
+    cold: set[Digest] = field(default_factory=set, repr=False)
+    """The cold files and the manifests that list them, among the blobs and manifests."""
+    bases: dict[Digest, Owners] = field(default_factory=dict, repr=False)
+    """The blobs of other models that these are deltas against, and the models. Who has a blob computes the base."""
 
     def digests(self) -> Collection[Digest]:
         """Return the digests of all manifests and blobs."""
@@ -86,16 +90,20 @@ class Artifact:
         layer = self.layers.get(digest)
         return self.blobs.get(digest) or (layer and whole_blob(layer))
 
-    def list_cold(self, files: ColdFiles) -> None:
+    def list_cold(self, files: ColdFiles, bases: Mapping[Digest, Owners]) -> None:
         """List manifests of cold layers as referrers of the model, instead of the former ones.
 
+        ``bases`` are those of them that are not blobs of the model.
         Clients that have read the former list still get these by their digests.
         """
         root = self.roots[0]
         listed = [one for one in self.referrers.get(root.digest, ()) if one["artifactType"] != COLD]
-        made = (referrer(root, COLD, part) for part in cold_lists(files.layers))
+        made = [referrer(root, COLD, part) for part in cold_lists(files.layers)]
+        stored = [layer.stored.digest for layer in files.layers]
+        # First: from here on, only clients that may read the bases get what follows.
+        self.bases |= bases
+        self.cold.update(stored, (one.manifest.digest for one in made))
         listed += [_attach(self, one) for one in made]
-        stored = (layer.stored.digest for layer in files.layers)
         # Before the list, whose readers ask for these blobs at once.
         self.blobs |= dict(zip(stored, files.contents, strict=True))
         self.referrers[root.digest] = listed

@@ -286,9 +286,10 @@ class CacheLimit:
                 continue
             with self._store.writing(), self._store.exclusive_lock():
                 for reference, manifest in version.manifests:
-                    # The name may have been given to another model in the meantime.
+                    # The name may have been given to another model in the meantime, or this one by the operator.
                     with contextlib.suppress(BlobstoreError):
-                        if Digest.of(self._store.read_manifest(reference)) == manifest:
+                        data = self._store.read_manifest(reference)
+                        if Digest.of(data) == manifest and self._pulled.has_given(reference):
                             self._store.names.remove(reference)
             removed.append((version.origin, only))
         if not removed:

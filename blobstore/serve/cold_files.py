@@ -7,6 +7,7 @@ its digest is noted with the version of the file, so that a blob that was frozen
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
@@ -14,20 +15,27 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import FileVersion, open_regular
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
+from blobstore.manifests.reference import Reference
 from blobstore.remotes.cold_layers import ColdLayer, base_of
 from blobstore.remotes.send_cold import ColdFile
 from blobstore.serve.messages import Content, StoredPart
+from blobstore.store.catalog import read_catalog
 from blobstore.store.notes import NoteKind, parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.serve.pulled import Origin
     from blobstore.store.local import LocalStore
 
 _NOTE = NoteKind("served cold files 1", ".cold")
 _Notes = dict[str, tuple[FileVersion, Digest]]
 """Versions and digests of cold files, by the hex digests of their blobs."""
+
+
+Owners = Mapping[Reference, "Origin | None"]
+"""Names that have a blob, and the commits that their models were fetched from."""
 
 
 class ColdFiles(NamedTuple):
@@ -73,6 +81,20 @@ def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest)
         value = {name: [list(one), str(digest)] for name, (one, digest) in found.items()}
         store.write_note(_NOTE, key, strict_json.dumps(value).encode())
     return ColdFiles(version, tuple(layers), tuple(contents))
+
+
+def owners_of(store: LocalStore, blobs: Collection[Digest]) -> dict[Digest, list[Reference]]:
+    """Return the names whose models have each of some blobs. Raises StoreError."""
+    catalog = read_catalog(store, on_error=lambda _: None)
+    numbers = catalog.references.numbers(blobs)
+    wanted = set(numbers.values())
+    found: dict[Digest, list[Reference]] = {blob: [] for blob in blobs}
+    for entry in catalog:
+        has = wanted.intersection(entry.known.blobs if entry.known else ())
+        for blob, number in numbers.items() if has else ():
+            if number in has:
+                found[blob].append(entry.reference)
+    return found
 
 
 def _listed(

@@ -176,9 +176,9 @@ class Upstreams:
             return client.user()
 
     def check_public(self, found: FoundAt) -> Collection[str]:
-        """Check that the upstream gives a whole repository to everyone, also without the server's token.
+        """Check that the upstream gives a commit to everyone, also without the server's token.
 
-        Return the commits that it was asked about.
+        Return the commits that it gives, if these show that the repository is for everyone; otherwise none.
 
         Raises as :meth:`find`.
         """
@@ -187,7 +187,7 @@ class Upstreams:
             stored = self._rights.unproven(found.repository, self._rights.public)
             is_whole = client.check_access(found.repository, there)
             if not is_whole or not all(client.has(found.repository, one) for one in stored):
-                raise RemoteError("nothing shows whether it is restricted")
+                return ()
             return {found.commit, *stored}
 
     def _ask(
@@ -203,9 +203,12 @@ class Upstreams:
                 raise
             if there.repository != repository:
                 # It was renamed, or has another case. Only the answer about the name that the upstream gives counts.
+                asked = repository
                 repository, there = there.repository, client.revision(there.repository, revision)
                 if there.repository != repository:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
+                # Before rights are given: what the store has by the former name is of this repository.
+                self._rights.note_renamed(asked, repository)
             is_whole = client.check_access(repository, there)
             asker = EVERYONE if token == self._token else client_of(token)
             stored = self._rights.unproven(repository, asker) if is_whole else []

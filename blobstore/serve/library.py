@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core import limits
@@ -20,7 +21,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import DEFAULT_TAG, Reference, name_matches
 from blobstore.models.small_files import ModelFiles
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
-from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
+from blobstore.serve.cold_files import cold_version, find_cold_files, is_current, owners_of
 from blobstore.serve.commits import Commits, served_commit
 from blobstore.serve.description import Description, describe
 from blobstore.serve.expiring import bounded, narrowed
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileVersion
     from blobstore.manifests.lock_file import LockedModel
+    from blobstore.serve.cold_files import Owners
     from blobstore.serve.commits import Version
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
@@ -456,8 +458,17 @@ class Library:
 
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest
-        artifact.list_cold(find_cold_files(self.store, artifact.layers.values(), key))
+        files = find_cold_files(self.store, artifact.layers.values(), key)
+        others = {one.base.digest for one in files.layers if one.base} - artifact.layers.keys()
+        owners = owners_of(self.store, others) if others else {}
+        bases = {base: prepared(partial(self._owned, names)) for base, names in owners.items()}
+        artifact.list_cold(files, bases)
         self.tags.note(artifact.reference, artifact.model, artifact.digests())
+
+    def _owned(self, names: Iterable[Reference]) -> Owners:
+        names = list(filter(self.is_allowed, names))
+        origins = self.origins(names)
+        return {name: origins.get(name) for name in names}
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         with self._turn(self._large, version.size) as is_next:

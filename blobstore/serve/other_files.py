@@ -22,6 +22,7 @@ from blobstore.serve.fetch import Fetch
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.names import any_tag
 from blobstore.serve.refusal import Refusal, as_refusal
+from blobstore.serve.rights import EVERYONE, client_of
 from blobstore.serve.unprepared import NotFetched, wait_for
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ class OtherFiles:
         self._lock, self._counting = threading.Lock(), threading.Lock()
         """As those of :class:`ModelFetches`."""
         self._running: dict[_Key, OtherFile] = {}
-        self._failures = Expiring[_Key, Refusal](_MAX_FAILURES)
+        self._failures = Expiring[tuple[_Key, str], Refusal](_MAX_FAILURES)
+        """By the client that it is about; everyone's are of fetches."""
 
     def running(self) -> list[OtherFile]:
         """Return the fetches that have not ended."""
@@ -182,8 +184,9 @@ class OtherFiles:
         key = asked.repository, model.commit, listed.name
         fetch = self._running.get(key)
         if fetch is None:
-            if (failure := self._failures.get(key)) is not None:
-                raise failure.again()
+            for client in (EVERYONE, client_of(token)):
+                if (failure := self._failures.get((key, client))) is not None:
+                    raise failure.again()
             raise NotFetched(self._begin, asked, token, listed)
         content = fetch.content()
         if content is None:
@@ -194,7 +197,8 @@ class OtherFiles:
         key = asked.repository, asked.revision, listed.name
         found = self._ask(asked, token)
         if found is None:
-            self._fail(key, Refusal(HTTPStatus.BAD_GATEWAY, message=_NOT_HERE))
+            # The upstream may know another client's token.
+            self._fail(key, Refusal(HTTPStatus.BAD_GATEWAY, message=_NOT_HERE), client_of(token))
             return
         if self.is_full():
             self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=_FULL))
@@ -238,5 +242,5 @@ class OtherFiles:
             error=str(fetch.error or ""),
         )
 
-    def _fail(self, key: _Key, refusal: Refusal) -> None:
-        self._failures.set(key, refusal.again(), _REFUSED_SECONDS)
+    def _fail(self, key: _Key, refusal: Refusal, client: str = EVERYONE) -> None:
+        self._failures.set((key, client), refusal.again(), _REFUSED_SECONDS)

@@ -548,8 +548,6 @@ class PullThrough:
     def _found(self, asked: Asked, found: FoundAt, client: str, now: float) -> None:
         """Remember the commit of a revision, and the right to it: of this client, or of everyone."""
         if found.repository != asked.repository:
-            if found.giver == UPSTREAM:
-                self._library.pulled.note_renamed(asked.repository, found.repository)
             requested, asked = asked.reference, asked.called(found.repository, self._library)
             name = repository_of(*found.repository.split("/")) or asked.reference
             self._renamed.set(any_tag(requested), any_tag(name), self._holds)
@@ -572,21 +570,24 @@ class PullThrough:
             if client == EVERYONE:
                 self._rights.note_public(repository)
 
-    def _judge(self, found: FoundAt) -> None:
-        """Ask whether everyone may read a repository that one client may read, unless that is known."""
+    def _judge(self, found: FoundAt) -> bool:
+        """Ask whether everyone may read a commit and its repository, unless that is known; return whether the commit is."""
         repository = found.repository
-        if not self._rights.is_public(repository):
-            now = time.monotonic()
-            try:
-                proven = self._upstreams.check_public(found)
-            except Refusal:
-                self._rights.take_back(repository, self._rights.public)
-            except RemoteError:
-                pass  # it stays unknown
-            else:
-                until = time.monotonic() + self._holds
-                right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
-                self._rights.give(right, proven)
+        if self._rights.is_public(repository, found.commit) or not (found.is_whole or found.token):
+            return True
+        now = time.monotonic()
+        try:
+            proven = self._upstreams.check_public(found)
+        except Refusal:
+            self._rights.take_back(repository, self._rights.public)
+            return False
+        except RemoteError:  # it stays unknown
+            return False
+        if proven:
+            until = time.monotonic() + self._holds
+            right = Right(UPSTREAM, self._rights.public, repository, "", now, until)
+            self._rights.give(right, proven)
+        return True
 
     def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         key = asked.repository, asked.revision, client
@@ -594,7 +595,7 @@ class PullThrough:
 
     def _record(self, found: FoundAt, origin: Origin) -> None:
         """Note durably what is being fetched, and whether everyone may read its repository. Raises BlobstoreError."""
-        is_judged = not origin.peer and found.is_whole
-        if is_judged:
-            self._judge(found)
+        # If everyone gets this commit, and nothing shows who gets others, what is noted stays.
+        is_shown = bool(origin.peer) or self._judge(found)
+        is_judged = not origin.peer and (found.is_whole or not is_shown)
         self._rights.note_public(origin.repository, origin, is_judged=is_judged)

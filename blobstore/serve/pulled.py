@@ -252,7 +252,8 @@ class PulledModels:
         # A repository about which no upstream was asked has only commits from peers.
         asked = public.keys() | {one.repository for one in records.values() if not one.peer}
         by_peers = {one.repository for one in records.values()} - asked
-        self._known = frozenset(asked | by_peers)
+        # What it was fetched by other names for says something about the present one, too.
+        self._known = frozenset(asked | by_peers | set(map(self.present, asked)))
         self._spellings = {one.casefold(): one for one in self._known}
         is_open = by_peers | {one for one, is_public in public.items() if is_public}
         self._open = frozenset(is_open | {one for one in renamed if self.present(one) in is_open})
@@ -461,6 +462,10 @@ class PulledModels:
     def of_repository(self, repository: str) -> Sequence[Origin]:
         """Return the commits of a repository."""
         return [origin for origin in self.all() if origin.repository == repository]
+
+    def called(self, repository: str) -> Sequence[Origin]:
+        """Return the commits of a repository, also those that were fetched by its former names."""
+        return [origin for origin in self.all() if self.present(origin.repository) == repository]
 
     def is_public(self, repository: str) -> bool:
         """Return whether everyone may read all that was fetched of a repository, if there is anything."""

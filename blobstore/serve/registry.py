@@ -260,10 +260,7 @@ def _page(target: Target, kind: str, names: Sequence[str], limit: int, **others:
 def _referrers(target: Target, repository: Reference, digest: Digest, library: Visible) -> Response:
     listed: list[Any] = []
     for artifact in library.artifacts(repository, digest):
-        if digest == artifact.roots[0].digest:
-            # Before the list is read, which this may replace.
-            library.list_cold_files(artifact)
-        listed = listed or list(artifact.referrers.get(digest, ()))
+        listed = listed or library.referrers(artifact, digest)
     headers = dict(API_VERSION)
     if kind := target.first("artifactType"):
         listed = [one for one in listed if one["artifactType"] == kind]

@@ -90,7 +90,7 @@ class Rights:
                 repository, client = right.repository, right.client
                 before = frozenset({right.commit})
                 if not right.commit:
-                    stored = self._pulled.of_repository(repository)
+                    stored = self._pulled.called(repository)
                     before = self._proven_by(repository, client) | {
                         one.commit
                         for one in stored
@@ -125,9 +125,13 @@ class Rights:
         several = [(repository, one, it) for it in ("", *commits) for one in (EVERYONE, client)]
         return frozenset(commit for right in self._valid(several) for commit in right.opens)
 
-    def is_public(self, repository: str) -> bool:
-        """Return whether the upstream gives a repository to those who show no token at all."""
-        return any(self._valid([(repository, self.public, "")]))
+    def is_public(self, repository: str, commit: str = "") -> bool:
+        """Return whether the upstream gives a repository to those who show no token at all.
+
+        With a commit, return whether it has given that one: it may be newer than the answer about the repository.
+        """
+        rights = self._valid([(repository, self.public, "")])
+        return any(not commit or commit in right.proven for right in rights)
 
     def _valid(self, keys: Iterable[tuple[str, str, str]]) -> Iterator[Right]:
         """Yield the rights that hold now."""
@@ -150,7 +154,7 @@ class Rights:
         if self._pulled.is_public(repository):
             return []
         proven = self._proven_by(repository, client)
-        stored = [one.commit for one in self._pulled.of_repository(repository) if not one.peer]
+        stored = [one.commit for one in self._pulled.called(repository) if not one.peer]
         return [commit for commit in stored if commit not in proven]
 
     def _proven_by(self, repository: str, client: str) -> frozenset[str]:
@@ -167,6 +171,10 @@ class Rights:
         is_refused = refused > (given.asked if given else 0.0)
         return self._pulled.is_public(repository) and not is_refused
 
+    def note_renamed(self, repository: str, name: str) -> None:
+        """Note durably that the upstream calls a repository by another name now. Raises StoreError."""
+        self._pulled.note_renamed(repository, name)
+
     def note_public(
         self, repository: str, origin: Origin | None = None, *, is_judged: bool = True
     ) -> None:
@@ -175,7 +183,7 @@ class Rights:
         ``is_judged`` is whether the upstream was asked as everyone; if not, what is noted stays. Raises StoreError.
         """
         with self._noting:  # so that the last answer is noted last
-            is_public = self.is_public(repository)
+            is_public = self.is_public(repository, origin.commit if origin else "")
             if origin is None:
                 self._pulled.note_public(repository, is_public=is_public)
             else:

@@ -193,13 +193,17 @@ class UpstreamClient:
         for _ in range(_MAX_REDIRECTS):
             request = Request(what=repository, method="HEAD", url=url, rule=_LOOK)
             reply = self._transport.fetch(request)
-            if reply.status not in _REDIRECTS:
-                self._check(reply.status, reply.headers, repository)
+            self._check(reply.status, reply.headers, repository)
+            if reply.headers.get("x-repo-commit") == commit:
                 return
+            if reply.status not in _REDIRECTS:
+                break
             url = protocol.resolve(reply.headers.get("location"), url)
             if not protocol.has_same_origin(url, self._url):
-                return  # the upstream has sent the client to the file
-        raise RemoteError(f"{quote(repository)}: {quote(self._url)} redirects too often")
+                break  # maybe to a page where people log in
+        raise RemoteError(
+            f"{quote(repository)}: {quote(self._url)} does not send its files as a Hub"
+        )
 
     def user(self) -> str:
         """Return the name of the client at the upstream. Raises as :meth:`revision`."""

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import DEFAULT_TAG
@@ -66,9 +66,14 @@ class Visible:
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read a model of this origin. None stands for the store's own models."""
-        if origin is None or origin.brought is Brought.EVERYONE or origin.repository in self._open:
+        if origin is None or origin.brought is Brought.EVERYONE:
             return True
-        return (origin.repository, origin.commit) in self._opened
+        commit = origin.repository, origin.commit
+        if commit in self._opened:
+            return True
+        # Nothing has shown that a public repository has what the user has brought of it.
+        is_of_upstream = origin.brought is None or commit in self._library.pulled.records()
+        return is_of_upstream and origin.repository in self._open
 
     def _only(self, found: _Served | None) -> _Served | None:
         return found if found is not None and self.shows(found.origin) else None
@@ -261,16 +266,34 @@ class Visible:
         Raises as :meth:`model`, when the first that is not prepared is asked for.
         """
         for artifact in self._library.prepared_artifacts(repository):
-            if self.shows(artifact.origin) and artifact.has(digest):
+            if self.shows(artifact.origin) and self._has(artifact, digest):
                 yield artifact
         for tag in self._library.tags.having(
             repository, digest, Visible(self._library, self._open, self._opened)
         ):
             found = self.artifact(tag)
             if found is not None and not found.has(digest):
-                self.list_cold_files(found)  # it may be one of these
-            if found is not None and found.has(digest):
+                self._library.list_cold_files(found)  # it may be one of these
+            if found is not None and self._has(found, digest):
                 yield found
+
+    def _has(self, artifact: Artifact, digest: Digest) -> bool:
+        return artifact.has(digest) and (digest not in artifact.cold or self._shows_bases(artifact))
+
+    def _shows_bases(self, artifact: Artifact) -> bool:
+        """Return whether the client may read all blobs that those of a model are deltas against.
+
+        Otherwise the deltas would give them away, as a delta and its blob are all that is needed to compute the base.
+        """
+        return all(any(map(self.shows, one.values())) for one in artifact.bases.values())
+
+    def referrers(self, artifact: Artifact, digest: Digest) -> list[dict[str, Any]]:
+        """Return the manifests that refer to one of an artifact. Raises NotPrepared."""
+        if digest == artifact.roots[0].digest:
+            # Before the list is read, which this may replace.
+            self._library.list_cold_files(artifact)
+        listed = artifact.referrers.get(digest, ())
+        return [one for one in listed if self._has(artifact, Digest.parse(one["digest"]))]
 
     def look_ahead(self) -> None:
         """Compute the digests of repositories with many tags, so that no client waits for them.
@@ -290,10 +313,6 @@ class Visible:
     def is_distrusted(self, etag: str) -> bool:
         """See :meth:`Library.is_distrusted`."""
         return self._library.is_distrusted(etag)
-
-    def list_cold_files(self, artifact: Artifact) -> None:
-        """See :meth:`Library.list_cold_files`."""
-        self._library.list_cold_files(artifact)
 
     def has_files(self, content: Content) -> bool:
         """See :meth:`Library.has_files`."""

@@ -73,7 +73,7 @@ class Hub:
         if data is None:
             return reply(404)
         if received.method == "HEAD":
-            return reply(200, content_length=len(data))
+            return reply(200, content_length=len(data), x_repo_commit=COMMIT)
         return reply(200, data)
 
 
@@ -345,7 +345,7 @@ def test_tokens_do_not_follow_redirects(hub: Hub, server: Serving) -> None:
 
     with RawServer(elsewhere) as other:
         target = f"http://localhost:{other.host.rpartition(':')[2]}/x"
-        hub.others[FILE] = reply(302, location=target)
+        hub.others[FILE] = reply(302, location=target, x_repo_commit=COMMIT)
         status, _, data = server.request(WEIGHTS, Authorization="Bearer hf_secret")
     assert (status, data) == (200, hub.files["model.safetensors"])
     assert seen

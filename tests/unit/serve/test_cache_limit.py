@@ -34,6 +34,7 @@ from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
 from blobstore.serve.refusal import Refusal
 from blobstore.sources.open import open_source
+from blobstore.store.eviction import choose_evicted
 from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
@@ -428,6 +429,22 @@ def test_a_name_of_the_operators_stays_though_its_commit_was_fetched_under_anoth
     claimed(limit, MOST - SIZE).spend(MOST - SIZE)
     assert [str(one) for one in store.references()] == [mine]
     assert store.has_blobs(store.resolve(mine).blobs)
+
+
+def test_a_name_that_the_operator_takes_while_older_models_go_stays(
+    limit: CacheLimit, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*args: Any) -> Any:
+        chosen = choose_evicted(*args)
+        if chosen[0]:
+            remove_models(["org/b"], store=store)
+            restore_model("org/b", store=store)
+        return chosen
+
+    monkeypatch.setattr(cache_limit, "choose_evicted", choose)
+    claimed(limit, MOST).spend(MOST)
+    assert names(store) == ["b"]
+    assert store.has_blobs(store.resolve("org/b").blobs)
 
 
 def test_the_record_of_a_model_that_is_fetched_again_stays_when_its_space_is_taken(

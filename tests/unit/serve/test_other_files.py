@@ -22,6 +22,7 @@ from blobstore.serve.pulled import PulledModels
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import dense_tensors, write_folder
+from tests.support.raw_server import RawServer, Received, reply
 from tests.support.serve_process import Serving, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
@@ -272,6 +273,26 @@ def test_a_file_of_too_many_is_not_said_to_be_absent(
         status, headers, _ = server.request(f"{AT}/7.onnx")
         assert (status, headers["x-error-code"]) == (404, "EntryNotFound")
         assert "over 2,000 files" in headers["x-error-message"]
+
+
+def test_a_token_that_the_upstream_does_not_know_refuses_nothing_to_others(
+    hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
+) -> None:
+    def answer(received: Received) -> bytes:
+        """Answer as the Hub, which refuses wrong tokens for public models, too."""
+        if "wrong" in received.headers.get("authorization", ""):
+            return reply(401)
+        return reply(307, location=hub.url + received.path, x_repo_commit=repo.commit)
+
+    right = (repo.folder / ONNX).read_bytes()
+    with (
+        RawServer(answer) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}", "--fresh=0") as server,
+    ):
+        assert got(server, "config.json")[0] == 200
+        server.wait_for_log("written")
+        assert got(server, ONNX, Authorization="Bearer wrong_token")[0] in {401, 502}
+        assert got(server, ONNX) == (200, right)
 
 
 def test_a_gated_file_is_for_those_whom_the_upstream_lets_in(

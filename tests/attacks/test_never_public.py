@@ -1,0 +1,152 @@
+"""Commits that were never public, of repositories that are or were: no way around the upstream opens them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import unpack_archive
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.store.local import LocalStore
+from tests.attacks.test_clients_of_upstreams import FILE, NAME, RIGHT, fetch, made, until, weights
+from tests.support.hub_server import HubServer
+from tests.support.models import write_folder
+from tests.support.raw_server import RawServer, Received, reply
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+def assert_stays_secret(
+    secret: bytes, server: Serving, store: LocalStore, place: Path, targets: list[str]
+) -> None:
+    """Check what clients without a token get: from the server, as its peer, and from one without an upstream."""
+    place.mkdir()
+    with serving(store, place) as plain:
+        for target in targets:
+            found = [server.request(target)[2], server.request(target, X_Blobstore_Peer="1")[2]]
+            assert secret not in [*found, plain.request(target)[2]]
+
+
+def test_a_repository_that_was_renamed_and_published_opens_no_former_commit(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        commit = fetch(server, RIGHT)
+        del hub.repos[NAME]
+        hub.renamed[NAME] = "org/new"
+        hub.add("org/new", made(tmp_path / "clean", 2))
+        new = FILE.replace(NAME, "org/new")
+        until(lambda: server.request(FILE)[0] == server.request(new)[0] == 200)
+        until(lambda: store.has_model("org/new"))
+        targets = [one.replace("main", it) for one in (FILE, new) for it in ("main", commit)]
+        secret = weights(tmp_path / "secret")
+        assert_stays_secret(secret, server, store, tmp_path / "plain", targets)
+
+
+def test_an_archive_of_a_private_commit_is_not_opened_by_the_public_repository(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
+    hub.branch(NAME, "old", repo.folder)
+    old, other = FILE.replace("main", "old"), LocalStore(tmp_path / "other")
+    with serving(other, tmp_path, "--upstream", hub.url) as node:
+        assert node.request(old, Authorization=RIGHT)[0] == 200
+        node.wait_for_log("written")
+    pack_models([f"{NAME}:old"], tmp_path / "archive.bsar", store=other)
+    repo.folder, repo.commit, secret = made(tmp_path / "clean", 2), "a" * 40, weights(repo.folder)
+    repo.branches.clear()
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server, RIGHT)
+        unpack_archive(tmp_path / "archive.bsar", store=store)
+        repo.token = ""
+        until(
+            lambda: server.request(FILE, X_Blobstore_Peer="1")[0] == server.request(FILE)[0] == 200
+        )
+        assert_stays_secret(secret, server, store, tmp_path / "plain", [old])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_commit_that_is_newer_than_the_upstreams_word_is_for_its_readers(
+    name: str, hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo, secret = hub.add(NAME, made(tmp_path / "clean", 2)), made(tmp_path / "secret", 1)
+    (secret / "config.json").write_text('{"secret": true}')
+    if name == "config.json":
+        (secret / "model.safetensors").unlink()  # no file shows whether it is gated
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=600") as server:
+        fetch(server)
+        repo.token, repo.is_listed = "hf_right", False
+        branch = hub.branch(NAME, "v2", secret)
+        target = f"/{NAME}/resolve/v2/{name}"
+        assert server.request(target, Authorization=RIGHT)[0] == 200
+        until(lambda: store.has_model(f"{NAME}:v2"))
+        targets = [target, target.replace("v2", branch.commit)]
+        data = (secret / name).read_bytes()
+        assert_stays_secret(data, server, store, tmp_path / "plain", targets)
+
+
+def test_a_page_where_people_log_in_is_no_right(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.add(NAME, made(tmp_path / "secret", 1))
+
+    def answer(received: Received) -> bytes:
+        """Answer as the Hub, but send clients without a token to another host for each file."""
+        if received.headers.get("authorization") != RIGHT and "/resolve/" in received.path:
+            return reply(302, location="https://login.example/")
+        return reply(307, location=hub.url + received.path, x_repo_commit=repo.commit)
+
+    with (
+        RawServer(answer) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}") as server,
+    ):
+        assert server.request(FILE)[0] == 502
+        fetch(server, RIGHT)
+        assert server.request(FILE)[0] == 502
+
+
+def test_the_delta_of_a_public_model_against_a_restricted_one_is_for_readers_of_both(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    values = np.random.default_rng(1).standard_normal((512, 256)).astype(np.float32)
+    tuned = values.copy()
+    tuned[::50] += 1e-3
+    gated = hub.add(NAME, write_folder(tmp_path / "gated", {"weight": values}), token="hf_right")
+    hub.add("fan/tuned", write_folder(tmp_path / "tuned", {"weight": tuned}))
+    tune = FILE.replace(NAME, "fan/tuned")
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        for target in (FILE, tune):
+            assert server.request(target, Authorization=RIGHT)[0] == 200
+        until(lambda: store.has_model("fan/tuned") and store.has_model(NAME))
+        freeze_models(["fan/tuned"], store=store)
+        digest = server.request("/v2/fan/tuned/manifests/latest")[1]["docker-content-digest"]
+
+        def listed(token: str = "") -> list[str]:
+            target = f"/v2/fan/tuned/referrers/{digest}"
+            found = json.loads(server.request(target, Authorization=token)[2])["manifests"]
+            return [f"/v2/fan/tuned/manifests/{one['digest']}" for one in found]
+
+        assert listed() == []
+        assert server.request(tune)[2] == weights(tmp_path / "tuned")
+        gated.token = ""
+        until(lambda: server.request(FILE)[0] == 200)
+        (manifest,) = listed()
+        layers = json.loads(server.request(manifest)[2])["layers"]
+        blobs = [f"/v2/fan/tuned/blobs/{one['digest']}" for one in layers]
+        assert {server.request(one)[0] for one in blobs} == {200}
+        gated.token = "hf_right"
+        until(lambda: server.request(FILE)[0] == 401)
+        assert {server.request(one)[0] for one in (*blobs, manifest)} == {404}
