@@ -53,6 +53,7 @@ from blobstore.store.scan import walk_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from blobstore.manifests.model import Manifest
@@ -82,6 +83,12 @@ class ArrivalHost(Protocol):
     @property
     def peers(self) -> Peers:
         """Other servers that may have blobs."""
+        ...
+
+    def peer_files(
+        self, arrival: Arrival, size: int
+    ) -> AbstractContextManager[Iterator[PeerFiles]]:
+        """Return the answers of the servers that may have the files of a model, which have ``size`` bytes."""
         ...
 
     def starting(self, arrival: Arrival) -> object:
@@ -190,7 +197,7 @@ class Arrival(Fetch):
         size = sum(file.size for file in files)
         self._take(self._stored_files())
         # The blobs of peers stay only within the block, so the import is in it.
-        with self._host.peers.files(self, size, first=self.found.peer) as answers:
+        with self._host.peer_files(self, size) as answers:
             self._take(answers)
             self._fetch_all()
             with tree.memory:

@@ -93,10 +93,12 @@ class Known(NamedTuple):
 
 def stored_origin(library: Library, asked: Asked) -> Origin | None:
     """Return the origin of the store's model of a revision, if it was fetched."""
-    if asked.is_commit:
-        found = library.pulled.of_repository(asked.repository)
-        return next((origin for origin in found if origin.commit == asked.revision), None)
     with contextlib.suppress(BlobstoreError):
+        if asked.is_commit:
+            several = prepared(lambda: library.at_commit(any_tag(asked.reference), asked.revision))
+            commit = asked.repository, asked.revision
+            origins = (one.origin for one in several if one.origin)
+            return next((one for one in origins if (one.repository, one.commit) == commit), None)
         return library.pulled.origin(library.store.resolve(asked.reference))
     return None
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.serve.pulled import Origin, PulledModels
     from blobstore.serve.tags import Tags
-    from blobstore.store.fetched import Brought, Commit
+    from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
 _DAMAGED_SECONDS: Final = 5.0
@@ -62,7 +62,8 @@ class _Source(NamedTuple):
     """What a manifest was fetched from."""
 
     commit: Commit | None
-    brought: Brought | None = None
+    manifest: Digest | None = None
+    """The digest of the manifest, which a user may have brought from elsewhere."""
     until: float = math.inf
     """Until when that holds."""
 
@@ -148,7 +149,7 @@ class Commits:
             data = self._store.read_manifest(reference) if data is None else data
             manifest = Manifest.from_bytes(data)
             commit = self._pulled.commit_of(manifest)
-            return _Source(commit, commit and self._pulled.brought(manifest))
+            return _Source(commit, Digest.of(data))
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.
@@ -159,7 +160,7 @@ class Commits:
             return _Source(commit, until=time.monotonic() + _DAMAGED_SECONDS)
 
     def _origin(self, source: _Source) -> Origin | None:
-        return source.commit and self._pulled.get(source.commit, source.brought)
+        return source.commit and self._pulled.get(source.commit, source.manifest)
 
     # Versions
 

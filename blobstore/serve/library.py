@@ -465,8 +465,7 @@ class Library:
         artifact.list_cold(files, bases)
         self.tags.note(artifact.reference, artifact.model, artifact.digests())
 
-    def _owned(self, names: Iterable[Reference]) -> Owners:
-        names = list(filter(self.is_allowed, names))
+    def _owned(self, names: Sequence[Reference]) -> Owners:
         origins = self.origins(names)
         return {name: origins.get(name) for name in names}
 

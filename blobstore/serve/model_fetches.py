@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -18,21 +19,24 @@ from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.asked import check_given, names_of
+from blobstore.serve.cold_files import owners_of
 from blobstore.serve.expiring import Expiring, bounded
 from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import UPSTREAM
 from blobstore.serve.unprepared import prepared
+from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.asked import Asked
     from blobstore.serve.cache_limit import CacheLimit
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library
-    from blobstore.serve.peers import Peers
+    from blobstore.serve.peers import PeerFiles, Peers
     from blobstore.serve.pulled import Origin
     from blobstore.store.fetched import Commit
     from blobstore.store.names import NameUpdate
@@ -125,7 +129,7 @@ class ModelFetches:
             name = asked.reference
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next(iter(self._names_of(key)), name)
-            stored = [] if is_damaged else self._stored(commit)
+            stored = [] if is_damaged else self._stored(commit, found)
             # Only now, because all before it may end early: nobody else would release the claim.
             claim = self._limit.claim("@".join(key))
             arrival = Arrival(self._store, name, asked.repository, found, claim, self, stored)
@@ -155,10 +159,15 @@ class ModelFetches:
         here = prepared(lambda: self._library.placed(repository))
         return dict(names_of(self._library, here, commit))
 
-    def _stored(self, commit: str) -> list[Manifest]:
-        """Return what the store has of a commit, in all repositories: one may be another one that was renamed."""
+    def _stored(self, commit: str, found: FoundAt) -> list[Manifest]:
+        """Return what the store has of a commit, in all repositories: one may be another one that was renamed.
+
+        Without what is restricted, if a peer has named the commit: it need not have the files.
+        """
         pulled = self._library.pulled
-        same = [one for one in (*pulled.records(), *pulled.incomplete) if one[1] == commit]
+        several = (*pulled.records(), *pulled.incomplete)
+        is_known = found.giver == UPSTREAM
+        same = [it for it in several if it[1] == commit and (is_known or pulled.is_public(it[0]))]
         return [manifest for one in same for manifest in self._names_of(one).values()]
 
     def _drop(self, arrival: Arrival) -> None:
@@ -208,6 +217,24 @@ class ModelFetches:
         self.failures.set(key, refusal.again(), _REFUSED_SECONDS)
 
     # What arrivals report
+
+    def peer_files(
+        self, arrival: Arrival, size: int
+    ) -> AbstractContextManager[Iterator[PeerFiles]]:
+        """See :class:`ArrivalHost`."""
+        is_public = self._library.pulled.is_public(arrival.repository)
+        is_known, first = arrival.found.giver == UPSTREAM, arrival.found.peer
+        gives = (lambda _: True) if is_known else self._gives
+        return self.peers.files(arrival, size, first=first, others=is_public, gives=gives)
+
+    def _gives(self, blobs: Collection[Digest]) -> bool:
+        """Return whether each of some blobs is of a model that everyone may read."""
+        pulled = self._library.pulled
+        if all(pulled.is_public(one.repository) for one in pulled.all()):
+            return True
+        everyone = Visible.of(self._library)
+        owners = owners_of(self._store, blobs).values()
+        return all(prepared(partial(everyone, names)) for names in owners)
 
     def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""

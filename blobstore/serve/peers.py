@@ -48,7 +48,15 @@ from blobstore.serve.model_files import commit_of, model_files
 from blobstore.sources.hub_listing import COMMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
@@ -175,7 +183,13 @@ class Peers:
 
     @contextlib.contextmanager
     def files(
-        self, wanted: Wanted, size: int, *, first: Peer | None = None
+        self,
+        wanted: Wanted,
+        size: int,
+        *,
+        first: Peer | None = None,
+        others: bool = True,
+        gives: Callable[[Collection[Digest]], bool] = lambda _: True,
     ) -> Iterator[Iterator[PeerFiles]]:
         """Yield an iterator over answers: the files of a model, as some peers list them.
 
@@ -186,12 +200,14 @@ class Peers:
             wanted: the model.
             size: bytes of its files. No more are fetched, of all versions together, but some for other blobs.
             first: another server to ask, such as an upstream that is ``blobstore serve``.
+            others: whether the peers may hear of the model.
+            gives: whether a peer may list these blobs, which the store has, without sending them.
         """
         fetched: set[str] = set()
         try:
             with contextlib.ExitStack() as stack:
-                sources = self._sources(wanted, first, stack)
-                yield self._all_files(wanted, size, sources, fetched, stack)
+                sources = self._sources(wanted, first, stack, self.alive() if others else [])
+                yield self._all_files(wanted, size, sources, fetched, stack, gives)
         finally:
             # The model was not imported, or has other blobs than a peer lists, or not all blobs of one peer arrived.
             if fetched:
@@ -205,16 +221,19 @@ class Peers:
         sources: Mapping[Digest, list[_Source]],
         fetched: set[str],
         stack: contextlib.ExitStack,
+        gives: Callable[[Collection[Digest]], bool],
     ) -> Iterator[PeerFiles]:
         left = size * 1.1 + _SPARE
         # The version that most peers have comes first.
         for several in sorted(sources.values(), key=len, reverse=True):
             source = several[0].source
             missing = {one.digest.hex: one.size for one in self._missing(source.blobs)}
-            if sum(missing.values()) > left:
-                self._note(
-                    peer=several[0].peer.name, model=str(wanted.reference), error="too large"
-                )
+            here = [one.digest for one in source.blobs if one.digest.hex not in missing]
+            fault = "too large" if sum(missing.values()) > left else ""
+            if not (fault or gives(here)):
+                fault = "it lists blobs of a restricted model"
+            if fault:
+                self._note(peer=several[0].peer.name, model=str(wanted.reference), error=fault)
                 continue
             # Until the caller has imported the model, the lease of this import keeps the blobs.
             ingest = stack.enter_context(self._store.ingest())
@@ -258,11 +277,15 @@ class Peers:
             )
 
     def _sources(
-        self, wanted: Wanted, first: Peer | None, stack: contextlib.ExitStack
+        self,
+        wanted: Wanted,
+        first: Peer | None,
+        stack: contextlib.ExitStack,
+        others: Sequence[Peer],
     ) -> dict[Digest, list[_Source]]:
         """Return the servers that have a model, by its manifest; the connections end with ``stack``."""
         asked = [] if first is None else [first]
-        asked += [one for one in self.alive() if first is None or one.name != first.name]
+        asked += [one for one in others if first is None or one.name != first.name]
         found: dict[Digest, list[_Source]] = defaultdict(list)
         if not asked:
             return found

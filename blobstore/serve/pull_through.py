@@ -136,11 +136,7 @@ class PullThrough:
         fetched = fetches.fetched + self._others.fetched
         return plain_families(
             ("upstream_bytes_total", "Bytes fetched from the upstream.", fetched),
-            (
-                "upstream_models_total",
-                "Models fetched because the store lacked them.",
-                fetches.models,
-            ),
+            ("upstream_models_total", "Models fetched for clients.", fetches.models),
             ("peer_bytes_total", "Bytes of blobs fetched from peers.", self.peers.fetched),
             ("upstream_errors_total", "Questions and fetches that have failed.", fetches.errors),
             ("arriving_models", "Models that are being fetched.", len(fetches.running)),
@@ -489,18 +485,20 @@ class PullThrough:
             asked = asked.called(found.repository, self._library)
             if asked.is_commit or not self._library.is_own(asked.reference):
                 self._fetches.begin(asked, found.commit, found, is_damaged=is_damaged)
-        elif is_damaged and (known := self._known(asked)) is not None:
+        elif (
+            is_damaged
+            and (known := self._known(asked)) is not None
+            # A refusal is about this client alone.
+            and self._refusals.get((asked.repository, asked.revision, client_of(token))) is None
+        ):
             message = "the model is damaged here, and the upstream cannot be reached"
             refusal = Refusal(HTTPStatus.BAD_GATEWAY, message=message)
             self._fetches.fail((asked.repository, known.commit), refusal)
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
-        origin, client, now = (
-            stored_origin(self._library, asked),
-            client_of(token),
-            time.monotonic(),
-        )
+        origin = stored_origin(self._library, asked)
+        client, now = client_of(token), time.monotonic()
         is_public = self._library.pulled.is_public(asked.repository)
         # A client without access must not learn that the store has the model.
         has_answer = origin is not None and (
@@ -551,6 +549,7 @@ class PullThrough:
             requested, asked = asked.reference, asked.called(found.repository, self._library)
             name = repository_of(*found.repository.split("/")) or asked.reference
             self._renamed.set(any_tag(requested), any_tag(name), self._holds)
+            self._tags.set(requested, Known(found.commit, found.giver), self._holds)
         client = EVERYONE if found.is_peer else client
         only = "" if found.giver == UPSTREAM and found.is_whole else found.commit
         until = time.monotonic() + self._holds

@@ -69,6 +69,8 @@ class Origin:
     """Whether its models say that they were fetched. Those of earlier versions of blobstore do not."""
     brought: Brought | None = None
     """For whom the model is if the user has brought it from elsewhere; None if he has not."""
+    manifest: Digest | None = None
+    """That of a model that the user has brought: see :meth:`PulledModels.now`."""
 
     @property
     def all_plain(self) -> Mapping[str, str]:
@@ -490,9 +492,9 @@ class PulledModels:
             commit = found if found in self._unmarked else None
         return commit
 
-    def brought(self, manifest: Manifest) -> Brought | None:
+    def brought(self, manifest: Digest) -> Brought | None:
         """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
-        noted = _read(self._folder / brought_name(Digest.of(manifest.to_bytes())))
+        noted = _read(self._folder / brought_name(manifest))
         if not noted:
             return None
         return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS
@@ -500,21 +502,27 @@ class PulledModels:
     def origin(self, manifest: Manifest) -> Origin | None:
         """Return the commit that a model was fetched from; None for the store's own models. Raises as :meth:`commit_of`."""
         commit = self.commit_of(manifest)
-        return commit and self.get(commit, self.brought(manifest))
+        return commit and self.get(commit, Digest.of(manifest.to_bytes()))
 
-    def get(self, commit: Commit, brought: Brought | None = None) -> Origin:
+    def now(self, origin: Origin) -> Origin:
+        """Return an origin that was read before: a model that was brought may be one of a fetch by now. Raises StoreError."""
+        return replace(origin, brought=self.brought(origin.manifest)) if origin.manifest else origin
+
+    def get(self, commit: Commit, manifest: Digest | None = None) -> Origin:
         """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says."""
-        known = self._records.get(commit)
+        known, brought = self._records.get(commit), self.brought(manifest) if manifest else None
         if known is None and brought is None:
             self.incomplete.add(commit)
-        return replace(known or Origin(*commit), brought=brought)
+        key = manifest if brought else None
+        return replace(known or Origin(*commit), brought=brought, manifest=key)
 
     def with_others(self, origin: Origin) -> Origin:
         """Return a record with its other files, which are read for that. Raises StoreError."""
         with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
             found = _Record.from_bytes(_read(path)).origin
-            if found is not None and found.short() == replace(origin, brought=None):
+            plain = replace(origin, brought=None, manifest=None)
+            if found is not None and found.short() == plain:
                 return replace(origin, others=found.others)
         return origin
 

@@ -114,7 +114,7 @@ class Rights:
 
     def of(self, client: str, repository: str, commit: str = "") -> Right | None:
         """Return the right by which a client may read a commit now; without a commit, something of the repository."""
-        is_public = self._pulled.is_public(repository)
+        is_public, repository = self._pulled.is_public(repository), self._pulled.present(repository)
         keys = [(repository, one, which) for which in ("", commit) for one in (EVERYONE, client)]
         return next(
             (it for it in self._valid(keys) if not commit or is_public or commit in it.proven), None
@@ -122,6 +122,7 @@ class Rights:
 
     def opened(self, client: str, repository: str, commits: Iterable[str]) -> frozenset[Commit]:
         """Return what a client may read of a restricted repository, of which the store has some commits."""
+        repository = self._pulled.present(repository)
         several = [(repository, one, it) for it in ("", *commits) for one in (EVERYONE, client)]
         return frozenset(commit for right in self._valid(several) for commit in right.opens)
 
@@ -166,6 +167,7 @@ class Rights:
 
     def lets_peers(self, repository: str) -> bool:
         """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about."""
+        repository = self._pulled.present(repository)
         given = self._rights.get((repository, EVERYONE, ""))
         refused = self._refused.get((repository, EVERYONE), 0.0)
         is_refused = refused > (given.asked if given else 0.0)

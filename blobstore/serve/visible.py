@@ -66,13 +66,16 @@ class Visible:
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read a model of this origin. None stands for the store's own models."""
+        pulled = self._library.pulled
+        origin = origin and pulled.now(origin)
         if origin is None or origin.brought is Brought.EVERYONE:
             return True
-        commit = origin.repository, origin.commit
-        if commit in self._opened:
+        if (pulled.present(origin.repository), origin.commit) in self._opened:
             return True
         # Nothing has shown that a public repository has what the user has brought of it.
-        is_of_upstream = origin.brought is None or commit in self._library.pulled.records()
+        is_of_upstream = (
+            origin.brought is None or (origin.repository, origin.commit) in pulled.records()
+        )
         return is_of_upstream and origin.repository in self._open
 
     def _only(self, found: _Served | None) -> _Served | None:
@@ -285,7 +288,11 @@ class Visible:
 
         Otherwise the deltas would give them away, as a delta and its blob are all that is needed to compute the base.
         """
-        return all(any(map(self.shows, one.values())) for one in artifact.bases.values())
+        is_allowed = self._library.is_allowed
+        return all(
+            any(is_allowed(name) and self.shows(origin) for name, origin in owners.items())
+            for owners in artifact.bases.values()
+        )
 
     def referrers(self, artifact: Artifact, digest: Digest) -> list[dict[str, Any]]:
         """Return the manifests that refer to one of an artifact. Raises NotPrepared."""

@@ -1,17 +1,27 @@
-"""Commits that were never public, of repositories that are or were: no way around the upstream opens them."""
+"""Bytes that were never public, and names that were: no way around the upstream opens them, or closes them for others."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
+from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.serve.model_files import commit_of
 from blobstore.store.local import LocalStore
 from tests.attacks.test_clients_of_upstreams import FILE, NAME, RIGHT, fetch, made, until, weights
 from tests.support.hub_server import HubServer
@@ -142,11 +152,137 @@ def test_the_delta_of_a_public_model_against_a_restricted_one_is_for_readers_of_
         assert listed() == []
         assert server.request(tune)[2] == weights(tmp_path / "tuned")
         gated.token = ""
-        until(lambda: server.request(FILE)[0] == 200)
+        until(lambda: server.request(FILE)[0] == 200 and bool(listed()))
         (manifest,) = listed()
         layers = json.loads(server.request(manifest)[2])["layers"]
         blobs = [f"/v2/fan/tuned/blobs/{one['digest']}" for one in layers]
         assert {server.request(one)[0] for one in blobs} == {200}
         gated.token = "hf_right"
         until(lambda: server.request(FILE)[0] == 401)
-        assert {server.request(one)[0] for one in (*blobs, manifest)} == {404}
+        until(lambda: {server.request(one)[0] for one in (*blobs, manifest)} == {404})
+
+
+def test_a_model_that_was_brought_and_is_fetched_by_now_is_for_its_readers(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
+    other = LocalStore(tmp_path / "other")
+    with serving(other, tmp_path, "--upstream", hub.url) as node:
+        fetch(node, RIGHT)
+    pack_models([NAME], tmp_path / "archive.bsar", store=other)
+    create(made(tmp_path / "own", 2), f"{NAME}:mine", store=store)
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        unpack_archive(tmp_path / "archive.bsar", store=store)
+        found = server.request(f"/v2/{NAME}/manifests/latest")[1]["docker-content-digest"]
+        blob = store.resolve(NAME).layers[0].digest
+        targets = [FILE, f"/v2/{NAME}/manifests/{found}", f"/v2/{NAME}/blobs/{blob}"]
+        assert {server.request(one)[0] for one in targets} == {200}
+        remove_models([NAME], store=store)
+        fetch(server, RIGHT)
+        assert not {server.request(one)[0] for one in targets} & {200, 206}
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_peer_gives_nothing_by_its_digest_alone(
+    is_same: bool, hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    """A lying peer lists the digest of a gated file, which the Hub shows to everyone, under another name."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "model.bin").write_bytes(secret := random.Random(1).randbytes(50_000))
+    repo = hub.add(NAME, tmp_path / "secret", token="hf_right")
+    config, blob = Digest.of(b"{}"), Digest.of(secret)
+    layer = Descriptor(media_types.FILE, blob, len(secret), "model.bin")
+    manifest = Manifest(
+        config=Descriptor(media_types.CONFIG, config, 2), layers=(layer,)
+    ).to_bytes()
+    commit = repo.commit if is_same else commit_of(Digest.of(manifest))
+    info = {"id": "evil/m", "sha": commit, "siblings": [{"rfilename": "model.bin"}]}
+    answers = {
+        "/api/models/evil/m/revision/main": json.dumps(info).encode(),
+        f"/api/models/evil/m/tree/{commit}": json.dumps(repo.tree()).encode(),
+        "/v2/evil/m/manifests/latest": manifest,
+        f"/v2/evil/m/blobs/{config}": b"{}",
+    }
+
+    def answer(received: Received) -> bytes:
+        data = answers.get(received.path.partition("?")[0])
+        kind = {"content_type": media_types.MANIFEST} if data == manifest else {}
+        return reply(404) if data is None else reply(200, data, **kind)
+
+    target = FILE.replace("model.safetensors", "model.bin")
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert server.request(target, Authorization=RIGHT)[0] == 200
+        server.wait_for_log("written")
+    with (
+        RawServer(answer) as peer,
+        serving(store, tmp_path, "--peers", f"http://{peer.host}") as server,
+    ):
+        with contextlib.suppress(http.client.IncompleteRead):
+            assert server.request(target.replace(NAME, "evil/m"))[2] != secret
+        server.wait_for_log("error")
+        assert not store.has_model("evil/m")
+
+
+def test_no_peer_hears_of_a_restricted_model(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
+    asked: list[str] = []
+
+    def answer(received: Received) -> bytes:
+        asked.append(received.path)
+        return reply(404)
+
+    with RawServer(answer) as peer:
+        options = ("--upstream", hub.url, "--peers", f"http://{peer.host}")
+        with serving(store, tmp_path, *options) as server:
+            fetch(server, RIGHT)
+    assert asked == []
+
+
+def test_a_wrong_token_does_not_keep_a_damaged_model_from_others(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.add(NAME, made(tmp_path / "source", 1))
+
+    def answer(received: Received) -> bytes:
+        """Answer as the Hub, which refuses wrong tokens for public models, too."""
+        if "wrong" in received.headers.get("authorization", ""):
+            return reply(401)
+        return reply(307, location=hub.url + received.path, x_repo_commit=repo.commit)
+
+    with (
+        RawServer(answer) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}", "--fresh=0") as server,
+    ):
+        fetch(server)
+        blob = max(store.resolve(NAME).layers, key=lambda one: one.size)
+        Path(store.blob_path(blob.digest)).unlink()
+        server.request(FILE, Authorization="Bearer wrong_token")
+        assert server.request(FILE)[::2] == (200, weights(repo.folder))
+
+
+def test_a_repository_that_was_renamed_answers_for_the_operators_models_in_it(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add(NAME, made(tmp_path / "source", 1))
+    create(made(tmp_path / "own", 2), f"{NAME}:mine", store=store)
+    blob = store.resolve(f"{NAME}:mine").layers[0].digest
+    targets = [f"/api/models/{NAME}/refs", f"/v2/{NAME}/tags/list", f"/v2/{NAME}/blobs/{blob}"]
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server)
+        hub.repos["org/new"] = hub.repos.pop(NAME)
+        hub.renamed[NAME] = "org/new"
+        assert [server.request(one)[0] for one in targets] == [200] * 3
+
+
+def test_a_commit_that_the_operator_removed_is_refused_while_the_upstream_is_away(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.add(NAME, made(tmp_path / "source", 1))
+    limits = {"pull_through._MAX_PATIENT": 0}
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0", limits=limits) as server:
+        commit = fetch(server)
+        remove_models([NAME], store=store)
+        repo.status = 502
+        assert server.request(FILE.replace("main", commit))[0] == 502
