@@ -17,14 +17,12 @@ from blobstore.folders.writer import atomic_folder, resolve_target
 from blobstore.manifests.file_names import is_valid_part
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import step_of
-from blobstore.operations.export.export import Exported, export_model
+from blobstore.operations.export.export import Exported, export_model, exported_folder
 from blobstore.operations.load import check_is_state_of, open_step, read_state
 from blobstore.operations.open import open_model
 from blobstore.sources.training import TRAINER_STATE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch.distributed.checkpoint.planner import WriteItem
 
     from blobstore.core.progress import Progress
@@ -69,7 +67,8 @@ def export_checkpoint(
         plans, metadata = planner.create_global_plan([plan])
         (plan,) = writer.prepare_global_plan(plans)
         writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-        return _exported(target, new, started, planner.tensors)
+        numbers = {"tensors": planner.tensors, "shards": 1, "is_original": False}
+        return exported_folder(new, target, started, **numbers)
 
 
 def export_trainer(
@@ -114,20 +113,8 @@ def export_trainer(
                 torch.save(found[name], file)
                 file.flush()
                 os.fsync(file.fileno())
-        return _exported(target, new, started, exported.tensors)
-
-
-def _exported(target: Path, new: Path, started: float, tensors: int) -> Exported:
-    files = [path for path in new.rglob("*") if path.is_file()]
-    return Exported(
-        folder=target,
-        files=len(files),
-        tensors=tensors,
-        shards=sum(path.suffix in (".distcp", ".safetensors") for path in files),
-        is_original=False,
-        bytes_written=sum(path.stat().st_size for path in files),
-        seconds=time.monotonic() - started,
-    )
+        numbers = {"tensors": exported.tensors, "shards": exported.shards, "is_original": False}
+        return exported_folder(new, target, started, **numbers)
 
 
 class _Planner(DefaultSavePlanner):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.arguments import local_path
@@ -47,6 +47,13 @@ class Exported:
     """Whether the files are those of the source, byte for byte."""
     bytes_written: int
     seconds: float
+
+
+def exported_folder(new: Path, target: Path, started: float, **numbers: Any) -> Exported:
+    """Return what was written to the folder ``new``, which becomes ``target``."""
+    sizes = [path.stat().st_size for path in new.rglob("*") if path.is_file()]
+    size, seconds = sum(sizes), time.monotonic() - started
+    return Exported(folder=target, files=len(sizes), bytes_written=size, seconds=seconds, **numbers)
 
 
 def export_model(
@@ -118,19 +125,17 @@ def export_model(
                 writer.write_blob(store, layer, new / name)
             for name, content in plan.written.items():
                 writer.write_new(new / name, content)
-            written = [path for path in new.rglob("*") if path.is_file()]
-            size = sum(path.stat().st_size for path in written)
+            exported = exported_folder(
+                new,
+                target,
+                started,
+                tensors=sum(len(file.tensors) for file in plan.weights),
+                shards=len(plan.weights),
+                is_original=plan.is_original,
+            )
     except BlobstoreError as error:
         raise error.at(f"model {reference}") from error
-    return Exported(
-        folder=target,
-        files=len(written),
-        tensors=sum(len(file.tensors) for file in plan.weights),
-        shards=len(plan.weights),
-        is_original=plan.is_original,
-        bytes_written=size,
-        seconds=time.monotonic() - started,
-    )
+    return replace(exported, seconds=time.monotonic() - started)
 
 
 def export_models(
