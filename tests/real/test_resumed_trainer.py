@@ -31,7 +31,8 @@ def test_a_killed_run_of_the_trainer_goes_on_as_if_undisturbed(tmp_path: Path) -
         model.reference.tag: model for model in blobstore.list(store=store, read_metrics=True)
     }
     steps = [f"step-{number}" for number in range(1, KILLED + 1)]
-    assert sorted(models) == sorted([*steps, *(f"{step}.state" for step in steps), "best", "last"])
+    names = [*steps, "best", "last"]
+    assert sorted(models) == sorted([*names, *(f"{name}.state" for name in names)])
     assert models["best"].digest == models["step-1"].digest
     assert models["last"].digest == models[steps[-1]].digest
     assert models["last"].metrics["loss"] in losses
