@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -198,7 +197,6 @@ class Ranks:
 
             return self._timed(work)
 
-        stager = DefaultStager(StagingOptions(False, False, False, False))
         blocked = {
             _COPY: copy,
             _DCP: lambda: self.blocked(
@@ -206,17 +204,9 @@ class Ranks:
                     self._state, storage_writer=FileSystemWriter(self._folder / "other" / "dcp")
                 )
             ),
-            "StoreWriter": lambda: self.blocked(
+            "**StoreWriter**": lambda: self.blocked(
                 lambda name: async_save(
                     self._state, checkpoint_id=name, storage_writer=self._writer
-                )
-            ),
-            "**StoreWriter, one stager for all saves**": lambda: self.blocked(
-                lambda name: async_save(
-                    self._state,
-                    checkpoint_id=name,
-                    storage_writer=self._writer,
-                    async_stager=stager,
                 )
             ),
         }

@@ -149,20 +149,23 @@ def save_and_load(folder: Path) -> None:
             group = groups[world]
             save(mine, checkpoint_id=STEP, storage_writer=writer, process_group=group)
             # Nothing is stored again, and the program may change its tensors.
-            later = async_save(
-                mine, checkpoint_id="run:step-2", storage_writer=writer, process_group=group
-            )
-            for _, value in leaves(mine):
-                if isinstance(value, torch.Tensor):
-                    local(value).zero_()
-            assert isinstance(later, Future)
-            later.result()
+            for name in ("run:step-2", "run:step-3"):  # the second one uses the memory of the first
+                mine = state(world, meshes[world])
+                later = async_save(
+                    mine, checkpoint_id=name, storage_writer=writer, process_group=group
+                )
+                for _, value in leaves(mine):
+                    if isinstance(value, torch.Tensor):
+                        local(value).zero_()
+                assert isinstance(later, Future)
+                later.result()
+                assert writer._staging.is_free
         dist.barrier()
     for world in WORLDS:
         if rank < world:
             for saved in WORLDS:
                 expected = state(world, meshes[world])
-                for step in (STEP, "run:step-2"):
+                for step in (STEP, "run:step-2", "run:step-3"):
                     found = emptied(expected)
                     reader = StoreReader(folder / str(saved))
                     group = groups[world]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -25,6 +26,7 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
+from blobstore.integrations.torch_checkpoint.staging import Staging
 from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StepRecord
@@ -123,7 +125,7 @@ class _Blobs:
         return self._ingest.add(blob.size, lambda: blob.buffers(read))
 
 
-class StoreWriter(StorageWriter):
+class StoreWriter(StorageWriter, AsyncStager):
     """Saves with ``torch.distributed.checkpoint`` into a store.
 
     Pass it as the ``storage_writer`` of ``save`` or ``async_save``, with the name of the step as ``checkpoint_id``,
@@ -135,7 +137,11 @@ class StoreWriter(StorageWriter):
     dicts (also ordered ones and counters), arrays and numbers of numpy, and dtypes, devices and sizes of torch. They
     are kept as JSON and have the same types when they are loaded; nothing is pickled. Others are refused, with the
     key of the value.
+
+    ``async_save`` copies the state into memory that the writer keeps for the next save.
     """
+
+    _synchronize_after_execute = False
 
     def __init__(
         self,
@@ -187,6 +193,7 @@ class StoreWriter(StorageWriter):
         self._import: StepImport | None = None
         self._plan: StepPlan | None = None
         self._unchanged = Unchanged()
+        self._staging = Staging()
         self._window = _WINDOW
         self._rank = 0
 
@@ -194,6 +201,17 @@ class StoreWriter(StorageWriter):
         """Begin a step with the name ``checkpoint_id``. Raises InvalidReference."""
         self._end()
         self._reference = None if checkpoint_id is None else Reference.of(str(checkpoint_id))
+
+    def stage(self, state_dict: Any) -> Any:
+        """Copy a state to save it on a thread, into the memory of the last copy unless that may be in use still."""
+        return self._staging.copy(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: a copy is complete when :meth:`stage` returns."""
+
+    def close(self) -> None:
+        """Release the memory of the copy."""
+        self._staging = Staging()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -268,6 +286,7 @@ class StoreWriter(StorageWriter):
             self._unchanged.forget()
             self._end()
             raise
+        self._staging.is_free = True
         result = WriteResult(MetadataIndex(f"rank {task.rank}"), 0, written)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
