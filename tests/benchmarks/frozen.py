@@ -3,20 +3,25 @@
 The family is all-MiniLM-L6-v2 in bf16 with four fine-tunes of all its parameters; the loaded model
 has 1 GiB of normally distributed bf16 numbers in 200 tensors, hot and frozen, not in the page cache. The
 limit is direct reads of the hot blobs, eight requests of 4 MiB at a time. The slow disk is the same one,
-throttled by the system. Use --folder to train only once.
+throttled by the system. Use --folder to train only once. With --peers, only loads of the large model are
+measured, in the page cache, beside zipnn and lmz (``pip install --no-deps zipnn lmzip``).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 import blobstore
 from blobstore.compression.level import Level
@@ -83,7 +88,6 @@ def make_large(folder: Path, nbytes: int) -> tuple[blobstore.LocalStore, blobsto
     stores = blobstore.LocalStore(folder / "hot"), blobstore.LocalStore(folder / "cold")
     for store in stores:
         blobstore.create(source, "m", store=store)
-    shutil.rmtree(source)
     frozen = freeze_models(["m"], store=stores[1])
     print(
         f"freeze, fast, {frozen.size / 1e9:.2f} GB of bf16 alone: {frozen.stored / frozen.size:.4f}, "
@@ -136,9 +140,64 @@ def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count:
     )
 
 
+def beside_peers(store: blobstore.LocalStore, file: Path, folder: Path, count: int) -> None:
+    """Print the time of the clock and of the processors to load a frozen model, and the file as peers keep it.
+
+    zipnn decodes into new memory, and lmz into a file in memory, which is then mapped.
+    """
+    zipnn, lmz = import_module("zipnn").ZipNN, import_module("lmz")
+    threads = len(os.sched_getaffinity(0))
+    coder = zipnn(input_format="byte", bytearray_dtype="bfloat16", threads=threads)
+    packed, archive, restored = folder / "m.zipnn", folder / "m.lmz", Path("/dev/shm/lmz.bench")
+    packed.write_bytes(coder.compress(bytearray(file.read_bytes())))
+    lmz.compress(str(file), str(archive))
+    sizes = {path.suffix: path.stat().st_size / file.stat().st_size for path in (packed, archive)}
+
+    def ours(**how: Any) -> None:
+        with blobstore.open("m", store=store, framework="torch", **how) as model:
+            touch(model.state_dict().values())
+
+    def by_zipnn() -> None:
+        data = coder.decompress(packed.read_bytes())
+        touch([torch.frombuffer(data, dtype=torch.uint8)[: len(data) // 8 * 8]])
+
+    def by_lmz() -> None:
+        try:
+            lmz.decompress(str(archive), str(restored), workers=threads)
+            touch(load_file(restored).values())
+        finally:
+            restored.unlink(missing_ok=True)
+
+    cases = {"blobstore": ours, "zipnn": by_zipnn, "lmz": by_lmz}
+    nbytes = file.stat().st_size
+    common.warm(folder)
+    print(", ".join(f"{name[1:]}: {size:.4f}" for name, size in sizes.items()), "of the file\n")
+    for title, clock in (("The clock", time.perf_counter), ("Processors", time.process_time)):
+        print(f"{title}, every byte touched\n")
+        timed = {name: partial(_taken, clock, work) for name, work in cases.items()}
+        before = partial(common.borrow_memory, nbytes * 9 // 4)
+        common.table(common.rounds(timed, count, before), "zipnn", nbytes)
+
+
+def _taken(clock: Callable[[], float], work: Callable[[], object]) -> float:
+    started = clock()
+    work()
+    return clock() - started
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Add the option that compares with peers alone."""
+    parser.add_argument("--peers", action="store_true", help="compare loads with peers alone")
+
+
 def tables(options: argparse.Namespace) -> None:
     """Print the tables."""
     with common.workspace(options.folder) as folder:
+        if options.peers:
+            stores = make_large(folder, int(common.GIB * options.scale))
+            file = folder / "large" / "model.safetensors"
+            beside_peers(stores[1], file, folder, options.rounds)
+            return
         kept = folder if options.folder is None else options.folder / "fine-tunes"
         store = make_family(folder, kept)
         print("| family | size | frozen | saved | freeze GB/s | thaw GB/s |")
@@ -151,4 +210,4 @@ def tables(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    tables(common.arguments(__doc__))
+    tables(common.arguments(__doc__, add_peers))
