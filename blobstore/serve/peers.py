@@ -209,8 +209,11 @@ class Peers:
                 sources = self._sources(wanted, first, stack, self.alive() if others else [])
                 yield self._all_files(wanted, size, sources, fetched, stack, gives)
         finally:
+            with contextlib.suppress(BlobstoreError):
+                _, manifest = self._store.parse(wanted.reference)
+                fetched.difference_update(blob.digest.hex for blob in manifest.blobs)
             # The model was not imported, or has other blobs than a peer lists, or not all blobs of one peer arrived.
-            if fetched:
+            if fetched:  # then all manifests are looked at
                 with contextlib.suppress(BlobstoreError):
                     remove_blobs(self._store, fetched)
 

@@ -138,6 +138,24 @@ def test_a_model_comes_from_a_peer_blob_by_blob(
     assert not log
 
 
+def test_blobs_of_a_model_that_was_imported_need_no_collection(
+    one: LocalStore,
+    other: LocalStore,
+    tmp_path: Path,
+    log: Log,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    removed: list[object] = []
+    monkeypatch.setattr(peers, "remove_blobs", lambda _, blobs: removed.append(blobs))
+    with serving(one, tmp_path) as server:
+        found = Peers(other, [Peer.parse(server.url)], log)
+        with found.files(wanted(one), SIZE) as answers:
+            bytes_of(other, next(answers).files)
+            copy_of(one, tmp_path, "other")  # the store ``other``
+    assert found.fetched > 0
+    assert removed == [], "all manifests would be looked at for each model"
+
+
 def test_a_frozen_model_moves_as_deltas(
     store: LocalStore, other: LocalStore, tmp_path: Path, log: Log
 ) -> None:

@@ -42,6 +42,7 @@ from blobstore.quantization.representable import UnreadableGroups
 from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.hub import with_quantization
+from blobstore.store.catalog import read_catalog
 from blobstore.store.downloads import Downloads, is_full
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
@@ -414,7 +415,8 @@ def _described(
     record, unkept = source_record(opened, plan.blobs, options)
     layer = FileLayer(media_types.SOURCE, mark, record.to_bytes())
     files = [*stacks_layer(plan.blobs), *file_layers(opened), layer]
-    return record, files, [*plan.notices, *unkept, *_same_imports(store, record, layer.data)]
+    same = () if mark else _same_imports(store, record, layer.data)  # a server tells nobody
+    return record, files, [*plan.notices, *unkept, *same]
 
 
 def _add_tensors(
@@ -510,17 +512,19 @@ def add_files(
 def _same_imports(store: LocalStore, record: SourceRecord, source_layer: bytes) -> Iterator[str]:
     """Yield a notice for each model that was imported from the same commit with the same options.
 
-    Equal imports have equal source layers. So unless the store has that blob, no manifest is read: importing
-    many models would take time that grows with the square of their number.
+    Equal imports have equal source layers. So unless the store has that blob, the other models are not looked at:
+    importing many would take time that grows with the square of their number.
     """
     digest = Digest.of(source_layer)
     if not (record.repository and store.has(digest)):
         return
-    for reference in store.references():
-        with contextlib.suppress(BlobstoreError):
-            layers = store.resolve(reference).layers_of(media_types.SOURCE)
+    catalog = read_catalog(store, on_error=lambda _: None)
+    number = catalog.references.number(digest)
+    for entry in catalog:
+        if entry.known and number in entry.known.blobs and entry.manifest:
+            layers = entry.manifest.layers_of(media_types.SOURCE)
             if any(layer.digest == digest for layer in layers):
-                yield f"{reference} was imported from the same commit of {record.repository}"
+                yield f"{entry.reference} was imported from the same commit of {record.repository}"
 
 
 def _kept(names: Sequence[str]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all, loose_files
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.sources.base import SourceOptions
+from blobstore.store import references
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
 from tests.support.distributed_folders import write_folder as write_pieces
@@ -211,20 +212,22 @@ def test_importing_a_model_reads_no_manifest_of_another(
 ) -> None:
     for number in range(6):
         cached(tmp_path / "hub", f"org/model{number}")
-    resolved: list[str] = []
-    resolve = LocalStore.resolve
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
+    parsed: list[str] = []
+    parse = LocalStore.parse
 
-    def noted(self: LocalStore, reference: str | Reference) -> Manifest:
-        resolved.append(str(reference))
-        return resolve(self, reference)
+    def noted(self: LocalStore, reference: str | Reference) -> tuple[bytes, Manifest]:
+        parsed.append(str(reference))
+        return parse(self, reference)
 
-    monkeypatch.setattr(LocalStore, "resolve", noted)
+    monkeypatch.setattr(LocalStore, "parse", noted)
     results = create_all(tmp_path / "hub", store=store)
 
     assert [result.error for result in results] == [None] * 6
-    assert resolved == []
+    assert parsed == []
     again = create(tmp_path / "hub" / "models--org--model3", "again", store=store)
     assert again.notices == ("org/model3:latest was imported from the same commit of org/model3",)
+    assert parsed == ["org/model3:latest"], "the file of references says which models have the blob"
 
 
 def test_weights_next_to_folders_of_models_are_left_out(models: Path, tmp_path: Path) -> None:
