@@ -4,7 +4,7 @@ The family is all-MiniLM-L6-v2 in bf16 with four fine-tunes of all its parameter
 has 1 GiB of normally distributed bf16 numbers in 200 tensors, hot and frozen, not in the page cache. The
 limit is direct reads of the hot blobs, eight requests of 4 MiB at a time. The slow disk is the same one,
 throttled by the system. Use --folder to train only once. With --peers, only loads of the large model are
-measured, in the page cache, beside zipnn and lmz (``pip install --no-deps zipnn lmzip``).
+measured, in the page cache, next to zipnn and lmz (``pip install --no-deps zipnn lmzip``).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def load_large(stores: tuple[blobstore.LocalStore, blobstore.LocalStore], count:
     )
 
 
-def beside_peers(store: blobstore.LocalStore, file: Path, folder: Path, count: int) -> None:
+def compare_with_peers(store: blobstore.LocalStore, file: Path, folder: Path, count: int) -> None:
     """Print the time of the clock and of the processors to load a frozen model, and the file as peers keep it.
 
     zipnn decodes into new memory, and lmz into a file in memory, which is then mapped.
@@ -196,7 +196,7 @@ def tables(options: argparse.Namespace) -> None:
         if options.peers:
             stores = make_large(folder, int(common.GIB * options.scale))
             file = folder / "large" / "model.safetensors"
-            beside_peers(stores[1], file, folder, options.rounds)
+            compare_with_peers(stores[1], file, folder, options.rounds)
             return
         kept = folder if options.folder is None else options.folder / "fine-tunes"
         store = make_family(folder, kept)
