@@ -6,6 +6,7 @@ limits, and digests are compared. Redirects lead to http and https only, and nev
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -42,6 +43,8 @@ _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=REFUSALS)
 _MAIN: Final = "main"
 """The branch that each repository of the Hub has."""
 _MAX_REDIRECTS: Final = 5
+_LIST_SECONDS: Final = 300.0
+"""Seconds after which no further page of a list is asked for, since other fetches wait for the place of this one."""
 _OPEN: Final = (".md", ".gitattributes")
 """Endings of the files of a gated repository that the Hub may give to everyone."""
 
@@ -260,8 +263,11 @@ class UpstreamClient:
     def _pages(self, path: str) -> Iterator[bytes]:
         """Yield the pages of an answer."""
         url = f"{self._url}/api/models/{path}"
+        until = time.monotonic() + _LIST_SECONDS
 
         def ask(url: str) -> tuple[bytes, str | None]:
+            if time.monotonic() > until:
+                raise RemoteError(f"{quote(path)}: {quote(self._url)} sends the list too slowly")
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
             # Before the status is judged, because a refusal has the name to which it was redirected.
