@@ -76,6 +76,23 @@ class Asked(NamedTuple):
         """Return the same repository at a commit."""
         return Asked(Reference(*self.reference.parts[:3], commit), self.repository, commit)
 
+    def healed(self, library: Library) -> Asked | None:
+        """Return what to fetch again of a version that is damaged here; None if that is the operator's alone.
+
+        A name of the operator's, or one of which it is not known any more that a fetch has given it, keeps its
+        manifest. If that is of a commit of the same repository, the commit is fetched again: it has the same blobs.
+        """
+        if self.is_commit:
+            key = self.repository, self.revision
+            pulled = library.pulled
+            return self if key in pulled.records() or key in pulled.incomplete else None
+        if not library.is_own(self.reference):
+            return self
+        origin = stored_origin(library, self)
+        if origin is None or origin.brought or origin.repository != self.repository:
+            return None
+        return self.at(origin.commit)
+
     def held(self, visible: Visible) -> ServedModel | None:
         """Return the model that the name or the commit is now. Raises NotPrepared."""
         if self.is_commit:

@@ -252,20 +252,15 @@ class PullThrough:
         Raises:
             OnlyHere: it was not fetched.
         """
-        pulled = self._library.pulled
         for artifact in self._library.prepared_artifacts(repository) if asked is None else ():
             origin = artifact.origin
             if origin and not origin.brought and digest in map(str, artifact.digests()):
                 asked = Asked.of(repository, origin.commit)
                 asked = asked and asked._replace(repository=origin.repository)
-        if asked is not None and self._upstreams.has_upstream:
-            commits = [one.commit for one in pulled.of_repository(asked.repository)]
-            if (
-                asked.revision in commits
-                if asked.is_commit
-                else not self._library.is_own(asked.reference)
-            ):
-                return asked
+        has_upstream = self._upstreams.has_upstream
+        found = asked.healed(self._library) if asked and has_upstream else None
+        if found is not None:
+            return found
         raise OnlyHere("it is a model of the store's own")
 
     def _revision(self, asked: Asked, token: str, damaged: float, *, needs_all: bool) -> Visible:

@@ -18,9 +18,10 @@ from typing import Any, cast
 import pytest
 
 from blobstore.core import capacity
-from blobstore.errors import RemoteError, StoreError
+from blobstore.errors import BlobstoreError, RemoteError, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.names import copy_model
 from blobstore.serve import hub, other_files, registry
 from blobstore.serve.access import Access
 from blobstore.serve.asked import Asked
@@ -33,6 +34,7 @@ from blobstore.serve.refusal import Refusal
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import NotFetched, NotListed, OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
+from blobstore.store.fetched import link_name
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, write_folder
@@ -425,6 +427,33 @@ def test_only_a_model_that_was_fetched_is_fetched_again_if_it_is_damaged(
             for revision in ("main", commit_of(own.digest)):
                 with pytest.raises(OnlyHere):
                     found_damaged(through, "own", revision)
+
+
+def test_a_name_that_nothing_says_a_fetch_has_given_gets_its_blobs_again(
+    through: PullThrough, fetched: Asked, store: LocalStore
+) -> None:
+    copy_model("org/model", "my/copy", store=store)
+    data, manifest = store.parse("org/model")
+    lost = Path(store.blob_path(max(manifest.blobs, key=lambda one: one.size).digest))
+    (store.folder("pulled") / link_name(Reference.parse("org/model"))).unlink()
+    lost.unlink()
+
+    def found_damaged(model: str) -> int:
+        target = f"/{model}/resolve/main/config.json"
+        request = Request("GET", target, damaged=time.monotonic())
+        return prepared(
+            lambda: answer(request, through._library, Access(), pull_through=through)
+        ).status
+
+    with pytest.raises(OnlyHere):
+        found_damaged("my/copy")
+    with contextlib.suppress(BlobstoreError):
+        found_damaged("org/model")
+    for fetch in list(through._fetches.running.values()):
+        assert fetch.ended.wait(60)
+    assert lost.exists()
+    assert store.read_manifest("org/model") == data
+    assert through._library.is_own(Reference.parse("org/model"))
 
 
 @pytest.mark.parametrize("asks", ["an upstream", "peers"])
