@@ -85,6 +85,16 @@ def test_no_byte_is_stored_twice(shared: LocalStore, tuned: LocalStore, tmp_path
     ]
 
 
+def test_what_is_pulled_or_saved_is_stored_once(shared: LocalStore, tmp_path: Path) -> None:
+    bucket = (tmp_path / "bucket").as_uri()
+    blobstore.push("base", bucket, store=shared)
+    assert blobstore.pull(f"{bucket}/base", "pulled").bytes_fetched == 0
+    blobstore.save(TUNED, "saved")
+    assert same(values("pulled"), BASE)
+    assert same(values("saved"), TUNED)
+    assert not blobs(LocalStore()) & blobs(shared)
+
+
 def test_the_names_of_the_store_itself_win(shared: LocalStore, tmp_path: Path) -> None:
     blobstore.create(write_folder(tmp_path / "tuned", TUNED), "base")
     assert same(values("base"), TUNED)
