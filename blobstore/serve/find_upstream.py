@@ -69,7 +69,7 @@ class Upstreams:
 
     def __init__(self, upstream: Upstream | None, token: str, peers: Peers, rights: Rights) -> None:
         """Ask nothing yet. ``token`` asks the upstream for clients that have none of their own."""
-        self._upstream, self._token, self._rights = upstream, token, rights
+        self._upstream, self.token, self._rights = upstream, token, rights
         self.peers = peers
         self.has_upstream = upstream is not None
         """Whether an upstream decides what a tag is even if the store has a model of that name."""
@@ -148,7 +148,7 @@ class Upstreams:
         if self._upstream is not None:
             try:
                 return self._ask(
-                    self._upstream, repository, revision, token or self._token, patience
+                    self._upstream, repository, revision, token or self.token, patience
                 )
             except RemoteError as error:
                 failure = error
@@ -210,7 +210,7 @@ class Upstreams:
                 # Before rights are given: what the store has by the former name is of this repository.
                 self._rights.note_renamed(asked, repository)
             is_whole = client.check_access(repository, there)
-            asker = EVERYONE if token == self._token else client_of(token)
+            asker = EVERYONE if token == self.token else client_of(token)
             stored = self._rights.unproven(repository, asker) if is_whole else []
             proven = tuple(commit for commit in stored if client.has(repository, commit))
             is_whole = is_whole and len(proven) == len(stored)

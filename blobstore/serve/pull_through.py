@@ -115,7 +115,7 @@ class PullThrough:
         self._limit = CacheLimit(library, max_size, self._note)
         self._fetches = ModelFetches(library, self.peers, self._limit, self._record, self._note)
         running = self._fetches.running
-        self._others = OtherFiles(library, self._limit, running, self._ask, self._note)
+        self._others = OtherFiles(library, self._limit, running, self._find, self._note)
         self._fetches.is_full = self._others.is_full
         self._folder = lock_arrivals(self._store)
         library.pulled.own()
@@ -473,22 +473,26 @@ class PullThrough:
     def _look_up(self, asked: Asked, token: str, is_damaged: bool = False) -> None:
         """Ask the upstream for a revision and whether this client may read it, and fetch it.
 
-        If it ``is_damaged`` here, it is fetched although the store has it: an import replaces damaged blobs.
+        If it ``is_damaged`` here, it is fetched although the store has it: an import replaces damaged blobs. If it cannot
+        be fetched, all clients hear it, unless the upstream has refused this one.
         """
-        found = self._ask(asked, token)
+        found = self._find(asked, token)
         if found is not None:
             asked = asked.called(found.repository, self._library)
             if asked.is_commit or not self._library.is_own(asked.reference):
                 self._fetches.begin(asked, found.commit, found, is_damaged=is_damaged)
-        elif (
-            is_damaged
-            and (known := self._known(asked)) is not None
-            # A refusal is about this client alone.
-            and self._refusals.get((asked.repository, asked.revision, client_of(token))) is None
-        ):
+        elif is_damaged and (known := self._known(asked)) is not None:
+            if self._refusals.get((asked.repository, asked.revision, client_of(token))) is not None:
+                return
             message = "the model is damaged here, and the upstream cannot be reached"
             refusal = Refusal(HTTPStatus.BAD_GATEWAY, message=message)
             self._fetches.fail((asked.repository, known.commit), refusal)
+
+    def _find(self, asked: Asked, token: str) -> FoundAt | None:
+        """Return the same as :meth:`_ask`, to fetch it: what everyone may read needs no client's token, which may end."""
+        found = self._ask(asked, token)
+        is_open = found is not None and found.giver == UPSTREAM and self._judge(found)
+        return found._replace(token=self._upstreams.token) if found and is_open else found
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""

@@ -262,6 +262,25 @@ def test_a_wrong_token_does_not_keep_a_damaged_model_from_others(
         assert server.request(FILE)[::2] == (200, weights(repo.folder))
 
 
+def test_what_everyone_may_read_is_fetched_with_no_clients_token(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.add(NAME, made(tmp_path / "source", 1))
+    shown: set[str | None] = set()
+
+    def answer(received: Received) -> bytes:
+        if received.method == "GET" and "/resolve/" in received.path:
+            shown.add(received.headers.get("authorization"))
+        return reply(307, location=hub.url + received.path, x_repo_commit=repo.commit)
+
+    with (
+        RawServer(answer) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}") as server,
+    ):
+        fetch(server, RIGHT)
+    assert shown == {None}
+
+
 def test_a_repository_that_was_renamed_answers_for_the_operators_models_in_it(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
