@@ -41,7 +41,7 @@ def check(folder: Path) -> str:
 
 
 def test_subjects_of_72_characters_and_older_ones_pass(repository: Path) -> None:
-    commit(repository, f"{'ä' * 72}\n\n{'a body may have longer lines ' * 9}")
+    commit(repository, f"Say {'ä' * 66} x\n\n{'a body may have longer lines ' * 9}")
 
     assert check(repository) == ""
 
@@ -51,6 +51,15 @@ def test_a_longer_subject_is_refused(repository: Path) -> None:
     commit(repository, "A later commit")
 
     assert f"a subject of 73 characters, and 72 are the most: {'x' * 73}" in check(repository)
+
+
+@pytest.mark.parametrize(
+    "subject", ["wip", "x", "Small fixes", "fixup! Read a shared store", "WIP"]
+)
+def test_a_subject_that_says_no_effect_is_refused(repository: Path, subject: str) -> None:
+    commit(repository, subject)
+
+    assert f"has the subject '{subject}'; say what it changes" in check(repository)
 
 
 def test_a_source_distribution_has_no_commits(tmp_path: Path) -> None:
