@@ -193,17 +193,19 @@ class UpstreamClient:
 
     def _check_file(self, repository: str, commit: str, name: str) -> None:
         url = self._file_url(repository, commit, name)
-        for _ in range(_MAX_REDIRECTS):
+        for redirects in range(_MAX_REDIRECTS):
             request = Request(what=repository, method="HEAD", url=url, rule=_LOOK)
             reply = self._transport.fetch(request)
             self._check(reply.status, reply.headers, repository)
-            if reply.headers.get("x-repo-commit") == commit:
+            is_answer = reply.status not in _REDIRECTS
+            # Some mirrors state no commit. After a redirect, such an answer may be a page where people log in.
+            if reply.headers.get("x-repo-commit") == commit or (is_answer and not redirects):
                 return
-            if reply.status not in _REDIRECTS:
+            if is_answer:
                 break
             url = protocol.resolve(reply.headers.get("location"), url)
             if not protocol.has_same_origin(url, self._url):
-                break  # maybe to a page where people log in
+                break
         raise RemoteError(
             f"{quote(repository)}: {quote(self._url)} does not send its files as a Hub"
         )

@@ -73,7 +73,7 @@ class Hub:
         if data is None:
             return reply(404)
         if received.method == "HEAD":
-            return reply(200, content_length=len(data), x_repo_commit=COMMIT)
+            return reply(200, content_length=len(data))  # with no commit, as some mirrors
         return reply(200, data)
 
 
