@@ -13,7 +13,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
     from functools import cached_property
 else:
 
-    class cached_property(functools.cached_property):  # noqa: N801 - as in the standard library
+    class _CachedProperty(functools.cached_property):
         """An attribute that is computed when it is first asked for. Two threads may compute it at once.
 
         Before Python 3.12, that of the standard library has one lock for all instances. A child that is forked while
@@ -27,6 +27,7 @@ else:
             found = instance.__dict__[self.attrname] = self.func(instance)
             return found
 
+    cached_property = _CachedProperty
 
 __all__ = ["cached_property", "renew_lock_in_children"]
 

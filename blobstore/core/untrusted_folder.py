@@ -69,7 +69,7 @@ class Folder:
         """Return the names in the folder, or in a folder below it, sorted. Raises OSError, SourceError."""
         descriptor = self._open_folder(name)
         try:
-            return sorted(os.listdir(descriptor))  # noqa: PTH208 - of a descriptor
+            return _names_in(descriptor)
         finally:
             os.close(descriptor)
 
@@ -91,7 +91,7 @@ class Folder:
                 raise OSError(errno.ENAMETOOLONG, why, str(self.path))
             descriptor = self._open_folder(folder)
             try:
-                for name in os.listdir(descriptor):  # noqa: PTH208 - of a descriptor
+                for name in _names_in(descriptor):
                     status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                     yield folder + name, status
                     if stat.S_ISDIR(status.st_mode):
@@ -166,6 +166,10 @@ class Folder:
             f"{quote(self.path / name)} leads out of the model's folder by a link; copy the file into the "
             f"folder, or leave it out with --exclude {shell_word(name)}"
         )
+
+
+def _names_in(folder: int) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
 def _status(name: str, folder: int) -> os.stat_result:

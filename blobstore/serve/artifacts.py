@@ -75,7 +75,7 @@ class Artifact:
     cold: set[Digest] = field(default_factory=set, repr=False)
     """The cold files and the manifests that list them, among the blobs and manifests."""
     bases: dict[Digest, Owners] = field(default_factory=dict, repr=False)
-    """The blobs of other models that these are deltas against, and the models. Who has a blob computes the base."""
+    """The blobs of other models that these are deltas against, and the models. A blob and its delta give away the base."""
 
     def digests(self) -> Collection[Digest]:
         """Return the digests of all manifests and blobs."""

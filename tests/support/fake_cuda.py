@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -64,10 +64,10 @@ class FakeCuda(threading.local):
     """Two devices. A new thread has the first one, and the default streams."""
 
     defaults = Stream(0), Stream(1)
-    allocated: dict[int, Stream] = {}  # noqa: RUF012 - of all threads
-    """By the address of memory, the stream whose pool it is from."""
-    used_on: dict[int, set[Stream]] = {}  # noqa: RUF012 - of all threads
-    """By the address of memory, the streams that ``record_stream`` was called with."""
+    allocated: ClassVar[dict[int, Stream]] = {}
+    """Of all threads: by the address of memory, the stream whose pool it is from."""
+    used_on: ClassVar[dict[int, set[Stream]]] = {}
+    """Of all threads: by the address of memory, the streams that ``record_stream`` was called with."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -97,11 +97,11 @@ class FakeCuda(threading.local):
 
     def values(self, tensor: torch.Tensor) -> list[Any]:
         """Return the values that a kernel on the current stream reads."""
-        found: list[Any] = []
+        found: list[list[Any]] = []
         stream = self.current_stream(self.allocated[_address(tensor)].device)
         stream.request(lambda: found.append(tensor.tolist()))
         stream.synchronize()
-        return found[0]  # type: ignore[no-any-return]
+        return found[0]
 
     def stream_of(self, tensor: torch.Tensor) -> Stream:
         """Return the stream whose pool a tensor is from."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.support.fake_cuda import FakeCuda, Stream
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
+delay: Any = partial(torch.cuda._sleep, 200_000_000)
+"""Keeps the current stream busy."""
 IN_TORCH = [dtype for dtype, name in NAMES.items() if hasattr(torch, name)]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 LARGE = TensorSpec("large", DType.U8, (1 << 55,))
@@ -212,7 +215,7 @@ def test_does_not_touch_memory_that_the_caller_s_stream_still_writes() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         used = torch.empty(spec.nbytes, dtype=torch.uint8, device="cuda")
         address = used.data_ptr()
-        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        delay()
         used.fill_(2)
         del used  # free for this stream, which still has to write to it
         tensor = load([spec], data, "cuda")["a"]
@@ -230,7 +233,7 @@ def test_makes_the_caller_s_stream_wait_for_copies() -> None:
             tensor = stream.empty(spec)
             tensor.zero_()
             with torch.cuda.stream(stream._stream):
-                torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+                delay()
             stream.receive(send(stream, tensor, data))
             assert torch.cuda.current_stream() == current
             total = tensor.sum(dtype=torch.int64)  # not the host, but the stream has waited
