@@ -42,7 +42,7 @@ SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 _ARGUMENT = re.compile(
     r"(?<![\w/'])"  # not in a path or a name that a message quotes
     r"(?:(anonymous|cold|force|mount|verify)=(True|False)|"
-    r"(keep_last|mount_from|older_than|part_size|token_file))\b"
+    r"(keep_last|mount_from|older_than|part_size|tls_cert|tls_key|token_file))\b"
 )
 """Arguments of Python of which the command line has options, as messages of the library name them."""
 VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}

@@ -122,24 +122,9 @@ def serve(
         stack.callback(lines.flush)  # of what is noted after the server has ended
         through = None
         if fetches:
-            with optional_libraries():
-                import blobstore.http.transport  # noqa: F401 - httpx2 is missed here, not by the first request
-                from blobstore.serve.peers import Peer
-                from blobstore.serve.pull_through import PullThrough
-                from blobstore.serve.upstream import Upstream
-            token = ""
-            if upstream_token_file is not None:
-                own = Path(upstream_token_file)
-                tokens_of_own = Watched([own], partial(_read_tokens, own), lines.note).value.tokens
-                token = next(one.secret.decode() for one in tokens_of_own or ())
-            through = PullThrough(
-                library,
-                None if upstream is None else Upstream.parse(upstream),
-                peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
-                fresh=fresh,
-                token=token,
-                max_size=max_size,
-                note=lines.note,
+            token = _own_token(upstream_token_file, lines)
+            through = _pull_through(
+                library, upstream, peers, fresh=fresh, token=token, max_size=max_size, log=lines
             )
             stack.enter_context(contextlib.closing(through))
 
@@ -171,6 +156,41 @@ def serve(
         )
 
 
+def _own_token(file: str | os.PathLike[str] | None, log: Log) -> str:
+    """Return the first token of a file; empty without a file."""
+    if file is None:
+        return ""
+    path = Path(file)
+    own: Watched[Access] = Watched([path], partial(_read_tokens, path), log.note)
+    return next(one.secret.decode() for one in own.value.tokens or ())
+
+
+def _pull_through(
+    library: Library,
+    upstream: str | None,
+    peers: Sequence[str],
+    *,
+    fresh: float,
+    token: str,
+    max_size: int | None,
+    log: Log,
+) -> PullThrough:
+    with optional_libraries():
+        import blobstore.http.transport  # noqa: F401 - httpx2 is missed here, not by the first request
+        from blobstore.serve.peers import Peer
+        from blobstore.serve.pull_through import PullThrough
+        from blobstore.serve.upstream import Upstream
+    return PullThrough(
+        library,
+        None if upstream is None else Upstream.parse(upstream),
+        peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
+        fresh=fresh,
+        token=token,
+        max_size=max_size,
+        note=log.note,
+    )
+
+
 def _prewarmed(
     file: str | os.PathLike[str] | None, library: Library, through: PullThrough | None, log: Log
 ) -> Callable[[], object]:
@@ -193,7 +213,9 @@ def _certificate(
     if chain is None and key is None:
         return None
     if chain is None or key is None:
-        raise UsageError("TLS needs both a certificate and its key")
+        raise UsageError(
+            "TLS needs both a certificate and its key", advice="give tls_cert and tls_key"
+        )
     pair = Path(chain), Path(key)
     return Watched(pair, lambda _: (read_certificate(*pair), ""), log.note)
 
@@ -212,9 +234,10 @@ def _read_tokens(path: Path, before: Access | None) -> tuple[Access, str]:
     else:
         is_ended = data.endswith(b"\n")
         if before is not None and before.is_ended and not is_ended:
-            return before, "the token file has no newline at its end; what it had before holds"
+            fault = "the token file has no newline at its end; what it had before holds"
+            return before, f"{quote(path)}: {fault}"
         tokens, wrong = parse_tokens(data)
-        return Access(tokens, is_ended=is_ended), wrong
+        return Access(tokens, is_ended=is_ended), wrong and f"{quote(path)}: {wrong}"
     if before is None:
         raise BlobstoreError(wrong)
     return Access(()), wrong
