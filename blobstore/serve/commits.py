@@ -63,7 +63,7 @@ class _Source(NamedTuple):
 
     commit: Commit | None
     manifest: Digest | None = None
-    """The digest of the manifest, which a user may have brought from elsewhere."""
+    """The digest of the manifest if a user has brought it from elsewhere; None for others, which stay what they are."""
     until: float = math.inf
     """Until when that holds."""
 
@@ -149,7 +149,8 @@ class Commits:
             data = self._store.read_manifest(reference) if data is None else data
             manifest = Manifest.from_bytes(data)
             commit = self._pulled.commit_of(manifest)
-            return _Source(commit, Digest.of(data))
+            key = Digest.of(data)
+            return _Source(commit, key if commit and self._pulled.brought(key) else None)
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.

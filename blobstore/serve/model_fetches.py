@@ -230,7 +230,7 @@ class ModelFetches:
     def _gives(self, blobs: Collection[Digest]) -> bool:
         """Return whether each of some blobs is of a model that everyone may read."""
         pulled = self._library.pulled
-        if all(pulled.is_public(one.repository) for one in pulled.all()):
+        if not blobs or all(pulled.is_public(one.repository) for one in pulled.all()):
             return True
         everyone = Visible.of(self._library)
         owners = owners_of(self._store, blobs).values()

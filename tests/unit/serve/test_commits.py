@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,22 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import import_source
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.planning.import_options import ImportOptions
+from blobstore.serve import pulled
 from blobstore.serve.commits import Version
 from blobstore.serve.library import Library
 from blobstore.serve.model_files import commit_of
+from blobstore.serve.pulled import Origin
 from blobstore.serve.unprepared import prepared
 from blobstore.serve.visible import Visible
+from blobstore.sources.open import open_source
+from blobstore.store.fetched import mark_of
 from blobstore.store.history import FormerManifest, read_former
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
+from tests.support.models import write_folder
 
 NAME = Reference.parse("org/model")
 ABSENT = "0" * 40
@@ -67,6 +76,20 @@ def test_versions_of_a_name_are_found_while_they_can_be_read(library: Library) -
         found = prepared(partial(Visible.of(one).at_commit, NAME, first))
         assert (found is not None) == is_there
         Path(store.blob_path(blob)).unlink(missing_ok=True)
+
+
+def test_names_of_fetched_models_are_looked_at_without_reading_a_file_each(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, commit = Library(store), ("org/model", ABSENT)
+    library.pulled.keep(Origin(*commit), is_public=True)
+    write_folder(tmp_path / "source", {"w": np.zeros(8, np.float32)})
+    with contextlib.closing(open_source(tmp_path / "source")) as source:
+        import_source(source, replace_any(NAME), store, ImportOptions(), mark=mark_of(commit))
+    origins = prepared(partial(library.origins, [NAME]))
+    monkeypatch.delattr(pulled, "read_regular")
+    assert library.origins([NAME]) == origins == {NAME: Origin(*commit)}
+    assert Visible.of(library).shows(origins[NAME])
 
 
 def test_a_version_that_was_removed_is_absent(library: Library) -> None:
