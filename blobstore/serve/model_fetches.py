@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
@@ -262,10 +263,13 @@ class ModelFetches:
         return self._update(arrival.reference, (arrival.repository, arrival.commit))
 
     def _update(self, reference: Reference, commit: Commit) -> NameUpdate:
-        seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
-        check_given(self._library, reference)
-        self._library.pulled.giving(reference, commit)
-        return seen
+        with (
+            self._store.writing(),
+            self._store.exclusive_lock(),
+        ):  # what changes after it is not replaced
+            check_given(self._library, reference)
+            self._library.pulled.giving(reference, commit)
+            return replace(self._store.names.seen(reference), is_fetched=True)
 
     def count_error(self) -> None:
         """Count a question to the upstream that has failed."""

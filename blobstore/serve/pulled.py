@@ -30,12 +30,19 @@ from blobstore.core.files import (
     status_of,
     write_file,
 )
-from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
+from blobstore.errors import BlobstoreError, InvalidManifest, NameTaken, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
-from blobstore.store.fetched import Brought, brought_name, fetched_from, link_name, record_name
+from blobstore.store.fetched import (
+    Brought,
+    brought_name,
+    fetched_from,
+    giving_name,
+    link_name,
+    record_name,
+)
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -201,10 +208,8 @@ class PulledModels:
         for reference in self._store.references():
             status = status_of(self._link(reference))
             if status is not None and status.st_nlink == 1:
-                with contextlib.suppress(BlobstoreError):
-                    data = self._store.read_manifest(reference)
-                    if read_regular(self._link(reference), _MAX_RECORD) == data:
-                        self.give(reference, Manifest.from_bytes(data))
+                with contextlib.suppress(BlobstoreError), self._store.exclusive_lock():
+                    self._link_to(reference, read_regular(self._link(reference), _MAX_RECORD))
 
     def _look(self) -> None:
         """Read the records that have changed."""
@@ -358,24 +363,33 @@ class PulledModels:
             self._set(records, public, self._renamed)
 
     def give(self, reference: Reference, manifest: Manifest) -> None:
-        """Note that a fetch has given a name this manifest, if it still has it.
+        """Note that a fetch has given a name this manifest, if it still has it, and the user has not given it since.
 
         The note is a second link to the manifest's file: even if its bytes are damaged, the name has this file until it
         is given another model. On file systems without hard links, the note of :meth:`giving` stays.
         """
-        path, link = self._store.manifest_path(reference), self._link(reference)
+        with contextlib.suppress(OSError, BlobstoreError), self._store.exclusive_lock():
+            if is_there(self._note(reference)):
+                self._link_to(reference, manifest.to_bytes())
+
+    def _link_to(self, reference: Reference, data: bytes) -> None:
+        """Link the manifest of a name if it has these bytes. Raises OSError."""
+        link = self._link(reference)
         new = link.with_name(f"{link.name}.new")
-        with contextlib.suppress(OSError, BlobstoreError):
-            new.unlink(missing_ok=True)
-            os.link(path, new, follow_symlinks=False)
-            if read_regular(new, _MAX_RECORD) == manifest.to_bytes():
-                new.replace(link)
-            new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
-            # Only after the link, so that at each moment one of both says whose the name is.
-            self.not_given(reference)
+        new.unlink(missing_ok=True)
+        os.link(self._store.manifest_path(reference), new, follow_symlinks=False)
+        if read_regular(new, _MAX_RECORD) == data:
+            new.replace(link)
+        new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
+        # Only after the link, so that at each moment one of both says whose the name is.
+        self.not_given(reference)
 
     def giving(self, reference: Reference, commit: Commit) -> None:
-        """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError."""
+        """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError.
+
+        The caller holds the exclusive lock, and has looked whether a fetch may give it: names that the user gives from
+        then on remove the note.
+        """
         self._write(self._note(reference), strict_json.dumps([str(reference), *commit]).encode())
 
     @contextlib.contextmanager
@@ -383,12 +397,16 @@ class PulledModels:
         """Keep a name that a fetch has given, while the block gives it another manifest of the same commit.
 
         Raises:
+            NameTaken: it is the user's by now.
             StoreError: the store cannot be written.
         """
-        # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
-        is_noted = is_there(self._note(reference))
-        # If this process is killed, the next one settles the name by this.
-        self.giving(reference, commit)
+        with self._store.writing(), self._store.exclusive_lock():
+            if not self.has_given(reference):
+                raise NameTaken(f"{reference} is a model of the store's own by now")
+            # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
+            is_noted = is_there(self._note(reference))
+            # If this process is killed, the next one settles the name by this.
+            self.giving(reference, commit)
         try:
             yield
         except BlobstoreError:
@@ -450,7 +468,7 @@ class PulledModels:
         return self._folder / link_name(reference)
 
     def _note(self, reference: Reference) -> Path:
-        return self._folder / f".giving-{Digest.of(str(reference).encode()).hex}"
+        return self._folder / giving_name(reference)
 
     def records(self) -> Mapping[Commit, Origin]:
         """Return the records of commits that were fetched or are being fetched, as of now."""

@@ -67,3 +67,8 @@ def link_name(reference: Reference) -> str:
     It begins with a dot, as that of no record does.
     """
     return f".name-{Digest.of(str(reference).encode()).hex}"
+
+
+def giving_name(reference: Reference) -> str:
+    """Return the name of the note that a server is about to give a name, or has given it without such a link."""
+    return f".giving-{Digest.of(str(reference).encode()).hex}"

@@ -27,7 +27,14 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.store.fetched import Brought, brought_name, fetched_from, link_name, record_name
+from blobstore.store.fetched import (
+    Brought,
+    brought_name,
+    fetched_from,
+    giving_name,
+    link_name,
+    record_name,
+)
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.published import Published, remove_empty
 from blobstore.store.spellings import Spellings
@@ -68,6 +75,8 @@ class NameUpdate:
     """The digest of the manifest that the name had when the caller looked."""
     new: Digest | None = None
     """The digest of the manifest that the name must get, if the caller knows."""
+    is_fetched: bool = False
+    """Whether a server gives it to what it has fetched for clients, and notes that. Otherwise the name is the user's."""
 
     def to(self, new: Digest | None) -> NameUpdate:
         """Return the update with its new value, if that is known now.
@@ -291,7 +300,7 @@ class Names:
                 os.fsync(file.fileno())
             sync_folder(path.parent)
             self.published.add(reference)
-            self._not_of_a_server(reference)
+            self._note_giver(model.update)
             return None
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(InvalidManifest):
@@ -302,13 +311,19 @@ class Names:
                 self._history.keep(reference, found)
                 former = found
         self._write(reference, model.data)
-        self._not_of_a_server(reference)
+        self._note_giver(model.update)
         return former
 
-    def _not_of_a_server(self, reference: Reference) -> None:
-        """Forget that a server has given a name: it is the user's from now on, unless the server gives it again."""
-        with contextlib.suppress(OSError):  # the folder is another user's
-            (self._layout.pulled / link_name(reference)).unlink()
+    def _note_giver(self, update: NameUpdate) -> None:
+        """Forget that a server has given a name, or is giving it now: it is the user's, unless the server gives this one."""
+        if not update.is_fetched:
+            self._forget(link_name(update.reference), giving_name(update.reference))
+
+    def _forget(self, *notes: str) -> None:
+        """Remove notes about names that a server has given."""
+        for name in notes:
+            with contextlib.suppress(OSError):  # the folder is another user's
+                (self._layout.pulled / name).unlink()
 
     def _note_brought(self, model: NewModel, *, is_brought: bool) -> None:
         """Note whether a user brings a model that a server has fetched into another store, or this one's server does.
@@ -390,7 +405,7 @@ class Names:
                         continue
                     raise self._store.not_found(reference) from None
                 folders[path.parent] = None
-                self._not_of_a_server(reference)
+                self._forget(link_name(reference))
         finally:
             for folder in folders:
                 # Even if a later name does not exist: those before it must be removed durably.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def fetch(store: LocalStore, source: Path, name: Reference) -> None:
     """Do what a server does when it fetches a restricted model for a client."""
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=False)
+    pulled.giving(name, COMMIT)
     import_as(store, source, name, mark_of(COMMIT))
     pulled.give(name, store.resolve(name))
 
@@ -67,7 +69,8 @@ def import_as(store: LocalStore, source: Path, name: Reference, mark: str = "") 
     opened: Any = open_source(source)
     opened.repository, opened.commit = COMMIT
     with contextlib.closing(opened):
-        import_source(opened, replace_any(name), store, ImportOptions(), mark=mark)
+        update = replace(replace_any(name), is_fetched=bool(mark))
+        import_source(opened, update, store, ImportOptions(), mark=mark)
 
 
 def is_shown(store: LocalStore, name: Reference) -> bool:
@@ -245,6 +248,25 @@ def test_a_model_that_the_user_imports_while_a_fetch_gives_the_name_is_his(
     import_as(store, source, NAME)
     assert not pulled.has_given(NAME)
     assert is_shown(store, NAME)
+
+
+def test_a_name_that_the_user_gives_the_fetched_manifest_is_his_whenever_a_fetch_gives_it_too(
+    cache: LocalStore, source: Path
+) -> None:
+    pulled, manifest = PulledModels(cache), cache.resolve(NAME)
+    for is_given in (False, True):
+        pulled.giving(COPY, COMMIT)
+        if is_given:
+            import_as(cache, source, COPY, mark_of(COMMIT))
+        copy_model(NAME, COPY, store=cache)
+        if not is_given:
+            import_as(cache, source, COPY, mark_of(COMMIT))
+        pulled.give(COPY, manifest)
+        assert not pulled.has_given(COPY)
+        with pytest.raises(NameTaken), pulled.changing(COPY, COMMIT, manifest):
+            pass
+        assert not pulled.has_given(COPY)
+        remove_models([COPY], store=cache)
 
 
 @pytest.mark.parametrize("how", ["import", "copy", "archive"])

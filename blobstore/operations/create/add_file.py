@@ -1,7 +1,8 @@
-"""Adds a file to models that are in a store. It is stored as it is, and nothing else of them changes."""
+"""Adds a file to fetched models that are in a store. It is stored as it is, and nothing else of them changes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import strict_json
@@ -33,7 +34,7 @@ def add_file(
     name: str,
     path: Path,
 ) -> list[Reference]:
-    """Add a file to models, and return the names of those that have it then.
+    """Add a file to fetched models, and return the names of those that have it then.
 
     If a name is given to another model in the meantime, such as one with one more file, that one gets the file.
 
@@ -84,7 +85,8 @@ def _wanted(
     is_wanted: Callable[[Reference, Manifest], bool],
 ) -> Iterator[tuple[NameUpdate, Manifest]]:
     for reference in references:
-        update = store.names.seen(reference)  # first: what changes after it is not replaced
+        # First: what changes after it is not replaced.
+        update = replace(store.names.seen(reference), is_fetched=True)
         try:
             manifest = store.resolve(reference)
         except (ModelNotFound, InvalidManifest, StoreError):

@@ -40,7 +40,7 @@ def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
     with contextlib.closing(HuggingFaceFolder(folder)) as source:
         source.repository, source.commit = origin.repository, origin.commit
         reference = Reference.parse(origin.repository)
-        update = store.names.seen(reference)
+        update = replace(store.names.seen(reference), is_fetched=True)
         mark = mark_of((origin.repository, origin.commit)) if origin.is_marked else ""
         import_source(source, update, store, ImportOptions(), started=0.0, mark=mark)
 
@@ -155,6 +155,7 @@ def test_a_name_has_what_a_fetch_gave_it_until_it_gets_another_model(
     assert not pulled.has_given(reference)
     pulled.keep(ORIGIN, is_public=True)
     for _ in range(2):
+        pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
         pulled.give(reference, manifest)
         assert pulled.has_given(reference)
     path.chmod(0o644)
@@ -219,15 +220,18 @@ def test_without_hard_links_a_note_says_what_a_fetch_has_given(
 def test_a_change_that_fails_removes_no_note_of_another_fetch(
     is_noted: bool, store: LocalStore, tmp_path: Path
 ) -> None:
-    import_as(store, tmp_path, ORIGIN)
     reference, pulled = Reference.parse("org/model"), PulledModels(store)
-    manifest, commit = store.resolve(reference), (ORIGIN.repository, ORIGIN.commit)
+    commit = (ORIGIN.repository, ORIGIN.commit)
+    pulled.giving(reference, commit)
+    import_as(store, tmp_path, ORIGIN)
+    manifest = store.resolve(reference)
+    pulled.give(reference, manifest)
     if is_noted:
         pulled.giving(reference, commit)
     with pytest.raises(NameTaken), pulled.changing(reference, commit, manifest):
         assert pulled.has_given(reference), "if this process is killed now"
         raise NameTaken
-    assert pulled.has_given(reference) is is_noted
+    assert bool(list(store.folder("pulled").glob(".giving-*"))) is is_noted
     with pulled.changing(reference, commit, manifest):
         pass
     assert pulled.has_given(reference)
