@@ -408,13 +408,15 @@ class Ingest:
                 return present
             is_new = True
         finally:
-            if not is_new:
+            if shared or not is_new:
                 self._lease.close_file(descriptor)
+            if not is_new:
                 path.unlink(missing_ok=True)
         is_repair = digest in self._damaged
         item = Ingested(digest, size, written=True, file=path.name, is_repair=is_repair)
         self.adopt(item)
-        self._sync_later(descriptor)
+        if not shared:
+            self._sync_later(descriptor)
         return item
 
     def _sync_later(self, descriptor: int) -> None:

@@ -513,6 +513,19 @@ def test_a_worker_that_syncs_later_has_durable_blobs_only_then(
     assert blobs(store) == {item.digest.file_name: b"abc"}
 
 
+def test_a_blob_of_parts_is_synced_once_and_complete(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    with store.ingest() as ingest:
+        note = monkeypatch.setattr
+        note(os, "fsync", lambda descriptor: synced.append(os.pread(descriptor, 9, 0)))
+        ingest.write_parts("file", [(2, b"cdef")])
+        ingest.add_parts("file", 6, b"ab")
+        ingest.sync()
+        assert synced == [b"abcdef"]
+
+
 def test_processes_of_one_machine_write_one_blob_together(store: LocalStore) -> None:
     with store.ingest() as ingest:
         with contextlib.closing(store.join_ingest(ingest.name)) as worker:
