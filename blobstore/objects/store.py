@@ -154,6 +154,12 @@ class ObjectStore:
             raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
         return found.data, found.tag
 
+    def read_former(self, reference: Reference) -> tuple[bytes | None, ObjectTag | None]:
+        """Return what :meth:`read_version` does, as far as the user may see; None twice if there is no such name."""
+        with contextlib.suppress(ModelNotFound):
+            return self.read_version(reference, READ_FORMER)
+        return None, None
+
     def tag_of(self, reference: Reference) -> ObjectTag | None:
         """Return the tag that the manifest of a name has now; None if there is no such name. Raises RemoteError."""
         return self.client.tag(manifest_key(reference))

@@ -166,9 +166,8 @@ class Ingest:
         try:
             if not once and self._may_exist(size):
                 digester = Digester()
-                for buffer in buffers():
-                    self._check_open()
-                    digester.update(buffer)
+                for _ in self._hashed(buffers(), digester):
+                    pass
                 present = self.find(digester.digest(), size)
                 if present is not None:
                     return present
@@ -387,17 +386,10 @@ class Ingest:
             if shared:
                 os.fchmod(descriptor, 0o444)
                 self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # while it is hashed
-
-            def hashed() -> Iterator[Buffer]:
-                for buffer in pieces_of(descriptor) if shared else buffers:
-                    self._check_open()
-                    digester.update(buffer)
-                    yield buffer
-
-            if not shared:
-                write_pieces(descriptor, hashed())
-            for _ in hashed() if shared else ():
-                pass
+                for _ in self._hashed(pieces_of(descriptor), digester):
+                    pass
+            else:
+                write_pieces(descriptor, self._hashed(buffers, digester))
             if digester.size != size:
                 raise DamagedSource(f"a blob announced with {size} bytes has {digester.size}")
             digest = digester.digest()
@@ -418,6 +410,13 @@ class Ingest:
         if not shared:
             self._sync_later(descriptor)
         return item
+
+    def _hashed(self, buffers: Iterable[Buffer], digester: Digester) -> Iterator[Buffer]:
+        """Yield buffers when they are hashed."""
+        for buffer in buffers:
+            self._check_open()
+            digester.update(buffer)
+            yield buffer
 
     def _sync_later(self, descriptor: int) -> None:
         """Sync and close a file on another thread."""

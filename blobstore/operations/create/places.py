@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, InvalidReference, ModelNotFound, StoreBusy
+from blobstore.errors import BlobDamaged, InvalidReference, StoreBusy
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress, is_address
 from blobstore.objects.leases import leased
-from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
+from blobstore.objects.request_rules import LOOK_FOR_BLOB
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.create import BlobAdder, with_space
 from blobstore.remotes.model_reader import pack_headers
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.step_record import StepRecord
-    from blobstore.objects.client import ObjectTag
     from blobstore.operations.create.step import StepPlan
     from blobstore.store.ingest import Buffers
     from blobstore.store.local import StoreLike
@@ -207,7 +206,7 @@ class _ObjectImport:
 
     def __init__(self, objects: ObjectStore, plan: StepPlan, reference: Reference) -> None:
         self._objects, self._plan = objects, plan
-        self._names = [(name, *_former(objects, name)) for name in plan.names(reference)]
+        self._names = [(name, *objects.read_former(name)) for name in plan.names(reference)]
         self.blobs = _ObjectBlobs(objects)
         self._open = contextlib.ExitStack()
         # Before the first blob is written: a collection keeps what is younger than any lease.
@@ -244,12 +243,6 @@ class _ObjectImport:
 
     def close(self) -> None:
         self._open.close()
-
-
-def _former(objects: ObjectStore, name: Reference) -> tuple[bytes | None, ObjectTag | None]:
-    with contextlib.suppress(ModelNotFound):
-        return objects.read_version(name, READ_FORMER)
-    return None, None
 
 
 def _headers(manifest: Manifest, starts: Mapping[Digest, bytes]) -> Mapping[Digest, bytes]:

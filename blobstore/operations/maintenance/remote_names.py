@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import ModelNotFound, NameTaken, UsageError
-from blobstore.objects.request_rules import READ_FORMER
+from blobstore.errors import InvalidReference, NameTaken, UsageError
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.step_record import is_state_of, state_of
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore
 from blobstore.registry.client import RegistryClient
@@ -71,7 +72,7 @@ def remove_remote(
 def tag_remote(
     address: str, tag: str, *, force: bool = False, plain_http: bool | None = None
 ) -> RemoteTag:
-    """Give a remote model another tag, without reading its blobs.
+    """Give a remote model another tag, without reading its blobs. In object storage, the state of a step goes with it.
 
     Args:
         address: the model.
@@ -95,12 +96,23 @@ def _tag_object(address: str, tag: str, force: bool, plain_http: bool | None) ->
     del plain_http
     store, source, data = ObjectSource.locate(address)
     target = replace(source, reference=replace(source.reference, tag=tag))
-    former, version = None, None
-    with contextlib.suppress(ModelNotFound):
-        former, version = store.read_version(target.reference, READ_FORMER)
-    _check_taken(target, former not in {None, data}, force)
-    if former != data:
-        store.place(target.reference, data, version)
+    state, new_state = None, None
+    with contextlib.suppress(InvalidReference):  # the name would be too long
+        state = replace(source, reference=state_of(target.reference))
+        new_state, _ = store.read_former(state_of(source.reference))
+    if new_state and not is_state_of(Manifest.from_bytes(new_state), Manifest.from_bytes(data)):
+        new_state = None
+    # The state first, as a step is saved: it exists if its model does.
+    models = [(state, new_state), (target, data)] if state and new_state else [(target, data)]
+    formers = [store.read_former(place.reference) for place, _ in models]
+    for (place, new), (former, _) in zip(models, formers, strict=True):
+        _check_taken(place, former not in {None, new}, force)
+    former, _ = formers[-1]
+    if state and not new_state and former not in {None, data} and store.has_model(state.reference):
+        store.remove([state.reference])  # of the model that had the tag
+    for (place, new), (old, version) in zip(models, formers, strict=True):
+        if old != new:
+            store.place(place.reference, new, version)
     return RemoteTag(
         source=source,
         target=target,

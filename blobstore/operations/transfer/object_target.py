@@ -12,7 +12,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, Conflict, InvalidHeader, 
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model_addresses
 from blobstore.objects.leases import leased
-from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_COLD_INDEX, READ_FORMER
+from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_COLD_INDEX
 from blobstore.objects.store import COLD_BASES, COLD_INDEXES, ObjectStore
 from blobstore.operations.transfer.push_target import PushedModel, Sent
 from blobstore.remotes.checked_pieces import PushedBlob
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.reference import Reference
-    from blobstore.objects.client import ObjectTag
     from blobstore.store.local import LocalStore
 
 
@@ -93,11 +92,8 @@ class ObjectTarget:
         """Raises StoreBusy if the lease has come to its end."""
         store.resolve(reference)  # checks it
         self._data, self._manifest = store.parse(reference)  # it may be another one by now
-        former: bytes | None = None
-        self._tag: ObjectTag | None = None
-        with contextlib.suppress(ModelNotFound):
-            # Read before anything is sent. The name is given only if it still has this version.
-            former, self._tag = objects.read_version(name, READ_FORMER)
+        # Read before anything is sent. The name is given only if it still has this version.
+        former, self._tag = objects.read_former(name)
         self.model = PushedModel(
             address=ModelAddress(objects.address, name),
             digest=Digest.of(self._data),

@@ -3,10 +3,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidReference, ModelNotFound, NameTaken, RemoteRefused, UsageError
+from blobstore.operations.create.save import save
+from blobstore.operations.load import load
 from blobstore.operations.maintenance.remote_names import remove_remote, tag_remote
 from blobstore.operations.transfer.push import push_model
 from blobstore.remotes.catalog import read_remote_catalog
@@ -53,6 +56,30 @@ def test_a_model_gets_another_tag(place: str, local: LocalStore) -> None:
     assert tags(place) == ["best", "v1", "v2"]
     again = tag_remote(f"{place}:v1", "best")
     assert (again.is_new, again.replaced) == (False, False)
+
+
+def test_the_state_of_a_step_goes_with_its_model(tmp_path: Path, local: LocalStore) -> None:
+    bucket = f"file://{tmp_path}/bucket"
+    for step in (1, 2):
+        state = {"model": {"w": np.full(2, step)}, "moments": {"w": np.full(2, -step)}}
+        save(state, f"m:step-{step}", model="model", store=bucket)
+    tag_remote(f"{bucket}/m:step-1", "best")
+    assert tags(f"{bucket}/m") == [
+        f"{tag}{state}" for tag in ("best", "step-1", "step-2") for state in ("", ".state")
+    ]
+    assert not tag_remote(f"{bucket}/m:step-1", "best").is_new
+    with pytest.raises(NameTaken, match="another model has the name .*best.state"):
+        tag_remote(f"{bucket}/m:step-2", "best")
+    assert load("m:best", store=bucket)["moments"]["w"].tolist() == [-1, -1]
+    assert tag_remote(f"{bucket}/m:step-2", "best", force=True).replaced
+    assert load("m:best", store=bucket)["moments"]["w"].tolist() == [-2, -2]
+    # A model without a state leaves none of another one, and a state of other weights is no state of it.
+    push_model("one", f"{bucket}/m:step-1", store=local)
+    tag_remote(f"{bucket}/m:step-1", "best", force=True)
+    assert "best.state" not in tags(f"{bucket}/m")
+    long = "l" * 76
+    assert tag_remote(f"{bucket}/m:step-2", long).is_new
+    assert f"{long}.state" not in tags(f"{bucket}/m")
 
 
 def test_the_tag_of_another_model_is_taken_by_force_alone(place: str, local: LocalStore) -> None:
