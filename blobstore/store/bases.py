@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from blobstore.core.files import FileState, is_there, make_folders, sync_folder
+from blobstore.core.files import FileState, is_there, make_folders, status_of, sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.cold import LOOKS
 
@@ -113,9 +114,9 @@ class WholeBases:
         # In the order in which readers open the files of a base, so the file that is judged is the
         # one that is read.
         for path in (store.blob_path(digest), store.cold_path(digest), store.base_path(digest)):
-            if is_there(path):
-                state = FileState.of(path)
-                return None if state is None else (path, state)
+            # One look for both: a commit may remove the file between two.
+            if (status := status_of(path)) is not None:
+                return (path, FileState.of_status(status)) if S_ISREG(status.st_mode) else None
         return None
 
     def intact_file(self, digest: Digest, size: int) -> tuple[str, FileState] | None:
@@ -128,7 +129,9 @@ class WholeBases:
         """
         for _ in range(LOOKS):
             file = self.file(digest)
-            if file is None or file in self._whole.get(digest, ()):
+            if file is None:  # or it was just frozen or thawed, and is found by the next look
+                continue
+            if file in self._whole.get(digest, ()):
                 return file
             is_intact = self._is_intact(digest, size, file[0])
             # If the file was replaced while it was hashed, the result is about neither file: hash

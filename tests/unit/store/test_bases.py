@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.files import status_of
 from blobstore.errors import BlobDamaged
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.freeze import freeze_models
@@ -152,6 +153,32 @@ def test_a_file_is_intact_until_it_changes(store: LocalStore, base: Descriptor, 
     flip_in_place(found[form])
     assert bases.file(base.digest) != before
     assert bases.intact_file(*base.id) is None
+
+
+@pytest.mark.parametrize("moved", ["frozen", "thawed"])
+def test_a_base_that_moves_between_two_looks_is_found_again(
+    store: LocalStore, base: Descriptor, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    found = {form: Path(path) for form, path in paths(store, base).items()}
+    found["pinned"].unlink()
+    gone, here = ("hot", "cold") if moved == "frozen" else ("cold", "hot")
+    aside = found["hot"].rename(store.root / "aside") if moved == "thawed" else None
+    looks: list[Path | str] = []
+
+    def look(path: Path | str) -> os.stat_result | None:
+        """Move the base once its hot file was looked at."""
+        status = status_of(path)
+        if not looks and path == str(found["hot"]):
+            if aside is not None:
+                aside.rename(found["hot"])
+            found[gone].unlink()
+        looks.append(path)
+        return status
+
+    monkeypatch.setattr("blobstore.store.bases.status_of", look)
+    file = WholeBases(store).intact_file(*base.id)
+    assert file is not None
+    assert file[0] == str(found[here])
 
 
 def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Descriptor) -> None:
