@@ -211,11 +211,15 @@ def is_alias_of(reference: Reference, model: Reference) -> bool:
 
 
 def name_matches(reference: Reference, pattern: str) -> bool:
-    """Return whether a glob matches a name, with or without the parts that may be left out.
+    """Return whether a glob matches a name as it is shown, or with all its parts if the glob begins with the host.
+
+    The tag ``latest`` may be left out. A wildcard matches nothing that is left out: ``*llama*`` is about names that
+    people see, and not about all of ``registry.ollama.ai``.
 
     Raises:
         UsageError: the glob is too long.
     """
-    name = str(reference)
-    spellings = (name, name.removesuffix(":latest"), reference.full)
+    is_full = pattern.startswith(f"{reference.host}/")
+    names = (str(reference), reference.full) if is_full else (str(reference),)
+    spellings = {*names, *(one.removesuffix(":latest") for one in names)}
     return any(glob_matches(spelling, pattern) for spelling in spellings)

@@ -7,7 +7,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from blobstore.errors import InvalidReference, NameConflict, UsageError
-from blobstore.manifests.reference import Reference, all_under, similar_names
+from blobstore.manifests.reference import Reference, all_under, name_matches, similar_names
 from blobstore.store.layout import Layout
 
 LAYOUT = Layout(Path("/store"))
@@ -219,3 +219,40 @@ def test_a_similar_name_may_have_a_namespace_and_a_tag_too(text: str, meant: str
     names = map(Reference.parse, ("team/qwen:1b", "team/qwen:7b", "team/qwen:70b", "llama"))
     found = similar_names(Reference.parse(text), names)
     assert found == (f"did you mean {meant}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "globs", "others"),
+    [
+        (
+            "secret",
+            [
+                "*",
+                "secret",
+                "*:latest",
+                "registry.ollama.ai/*",
+                "registry.ollama.ai/library/secret",
+            ],
+            [
+                "*llama*",
+                "r*",
+                "*.ai*",
+                "*/*",
+                "library/*",
+                "*library*",
+                "registry.ollama.ai/secret",
+            ],
+        ),
+        (
+            "team/llama:v1",
+            ["*llama*", "team/*", "registry.ollama.ai/team/*"],
+            ["*ollama*", "llama*"],
+        ),
+        ("hf.co/team/m", ["hf.co/*", "*team/m", "*/m:latest"], ["team/*", "registry.ollama.ai/*"]),
+    ],
+)
+def test_a_glob_matches_no_part_of_a_name_that_is_left_out_unless_it_begins_with_the_host(
+    name: str, globs: list[str], others: list[str]
+) -> None:
+    reference = Reference.parse(name)
+    assert [one for one in globs + others if name_matches(reference, one)] == globs
