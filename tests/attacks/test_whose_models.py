@@ -182,15 +182,18 @@ def test_damaged_bytes_in_place_of_a_fetched_manifest_are_not_the_users(cache: L
     assert Library(cache).is_own(NAME)
 
 
-def test_a_fetched_model_is_public_if_its_repository_is(cache: LocalStore, source: Path) -> None:
+def test_a_fetched_model_is_public_if_its_repository_is_and_its_commit_is_recorded(
+    cache: LocalStore,
+) -> None:
     copy_model(NAME, COPY, store=cache)
     PulledModels(cache).note_public(COMMIT[0], is_public=True)
     assert is_shown(cache, NAME)
     assert is_shown(cache, COPY)
-    # The repository's record is enough.
+    # The public repository may not have this commit, such as one that the server of a shared store has fetched.
     pulled = PulledModels(cache)
     pulled._path(*COMMIT).unlink()
-    assert is_shown(cache, COPY)
+    assert not is_shown(cache, NAME)
+    assert not is_shown(cache, COPY)
 
 
 def test_a_model_that_an_earlier_version_has_fetched_stays_restricted(
