@@ -67,7 +67,7 @@ def command(
         record |= {"manifest": str(model.manifest), "found": model.found and str(model.found)}
     out.result(
         {"models": records, "seconds": out.seconds},
-        [*table, f"{same} of {render.count_of(len(models), 'model')} were there already"],
+        [*table, f"already there: {same} of {render.count_of(len(models), 'model')}"],
     )
     output.exit_with(
         (f"{model.reference}: {model.error}" for model in failed),

@@ -157,6 +157,12 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
+def address_of(base: str) -> str:
+    """Return a server's URL as users write it: without the scheme where that is the default."""
+    scheme, _, host = base.partition("://")
+    return host if (scheme == "http") == is_loopback(host_of(base)) else base
+
+
 def has_same_origin(url: str, other: str) -> bool:
     """Return whether two URLs have the same scheme, host and port."""
     return _origin(url) == _origin(other)

@@ -421,7 +421,7 @@ class Transport:
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            host = self.base.partition("://")[2]
+            host = protocol.address_of(self.base)
             advice = (
                 f"the credentials for {host} give no access to it"
                 if self._authorizer.has_login(request.scopes)

@@ -154,10 +154,12 @@ class RegistryClient:
         request = self._manifest_request("GET", repository, reference, request_rules.MANIFEST)
         reply = self._transport.ask(request, MAX_SIZE)
         if reply is None:
-            scheme = "http" if self._transport.base.startswith("http:") else "oci"
+            start = self._transport.base
+            if "://" not in protocol.address_of(start):
+                start = f"oci://{self.host}"
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
-                advice=f"{cli_command('list', f'{scheme}://{self.host}/{repository}')} lists the tags",
+                advice=f"{cli_command('list', f'{start}/{repository}')} lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         try:

@@ -287,8 +287,8 @@ def place_of(remote: str, name: Reference) -> str:
                 advice="give that of the store to push several",
             )
         return remote
-    start = RemoteReference.parse(f"{remote.rstrip('/')}/x")
+    start = RemoteReference.parse(f"{remote.rstrip('/')}/x/x")
     own = RemoteReference.of(replace(name, host=DEFAULT_HOST))
-    path = own.repository.removeprefix("library/")
-    repository = f"{start.repository.removesuffix('/x')}/{path}"
-    return f"oci://{RemoteReference(start.host, repository, name.tag)}"
+    repository = start.repository.removesuffix("x/x") + own.repository.removeprefix("library/")
+    place = replace(start, repository=repository, tag=name.tag)
+    return str(place) if place.scheme else f"oci://{place}"

@@ -105,6 +105,21 @@ def test_upload_never_goes_to_another_server(location: str) -> None:
         protocol.resolve_upload(location, BASE)
 
 
+@pytest.mark.parametrize(
+    ("base", "address"),
+    [
+        ("http://localhost:5000", "localhost:5000"),
+        ("https://localhost:5000", "https://localhost:5000"),
+        ("https://ghcr.io", "ghcr.io"),
+        ("http://cache:8080", "http://cache:8080"),
+    ],
+)
+def test_addresses_of_servers_have_a_scheme_that_is_not_the_default(
+    base: str, address: str
+) -> None:
+    assert protocol.address_of(base) == address
+
+
 def test_default_port_is_the_same_server() -> None:
     url = "https://registry.example:443/v2/a"
     assert protocol.resolve_upload(url, BASE) == url

@@ -233,7 +233,9 @@ def test_missing_manifest_is_not_found(client: RegistryClient, repository: str) 
 
     assert client.head_manifest(repository, "v2") is None
     with pytest.raises(
-        ModelNotFound, match=f"manifest '.*/{repository}:v2': the registry has none"
+        ModelNotFound,
+        match=f"manifest '.*/{repository}:v2': the registry has none; "
+        f"'blobstore list oci://{client.host}/{repository}' lists the tags",
     ):
         client.get_manifest(repository, "v2")
 

@@ -17,9 +17,11 @@ from blobstore.errors import (
     NotFound,
     UsageError,
 )
+from blobstore.manifests.reference import Reference
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.transfer.many import (
     find_remote_models,
+    place_of,
     pull_models,
     push_models,
 )
@@ -283,6 +285,20 @@ def test_names_of_two_places_are_two_names_and_lead_back_to_them(
     pull_model(first, "llama", store=other)
     with pytest.raises(NameTaken, match=f"name 'llama:latest', which came from '{first}'"):
         pull_model(second, "llama", store=other)
+
+
+@pytest.mark.parametrize(
+    ("remote", "place"),
+    [
+        ("localhost:5000", "oci://localhost:5000/team/one:v1"),
+        ("localhost:5000/lab/", "oci://localhost:5000/lab/team/one:v1"),
+        ("docker.io", "oci://docker.io/team/one:v1"),
+        ("http://cache:8080", "http://cache:8080/team/one:v1"),
+        ("https://localhost:8443/lab", "https://localhost:8443/lab/team/one:v1"),
+    ],
+)
+def test_a_model_has_its_own_place_below_an_address(remote: str, place: str) -> None:
+    assert place_of(remote, Reference.parse("team/one:v1")) == place
 
 
 def test_a_model_without_a_namespace_has_none_on_its_way(
