@@ -337,7 +337,16 @@ def models(
         store.check_root()
         if not store.root.exists():
             raise _no_store(store)
-    references = tuple(select_references(store, texts, needs_name=needs_name))
+    try:
+        references = tuple(select_references(store, texts, needs_name=needs_name))
+    except ModelNotFound as error:
+        if store.shared is None:
+            raise
+        found = select_references(store.shared, texts, needs_name=needs_name)
+        has = f"the shared store {quote(store.shared.root)} has {quote(found[0])}"
+        raise ModelNotFound(
+            error.message, advice=f"{has}; a glob stands for models of the store itself"
+        ) from None
     show_note(*name_concerns(store, references))
     return references
 

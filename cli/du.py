@@ -21,6 +21,7 @@ Order = Literal["name", "size", "unique"]
 _HEADINGS = ("NAME", "ON DISK", "UNIQUE", "SHARED", "BLOBS")
 _SPACES = {
     "bases": "among these: bases of frozen blobs, in no model themselves",
+    "below": "not counted: blobs that models here need, in the shared store",
     "unreferenced": 'blobs that no model needs; "blobstore gc" frees them',
     "foreign": "other files in the folder of blobs",
     "temporary": "temporary files",

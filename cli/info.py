@@ -80,6 +80,8 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
 
 
 def _source_rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
+    if info.store is not None:
+        yield "store", render.cell(info.store)
     source = info.source
     if source is None:
         yield "source", "unknown"
@@ -100,7 +102,7 @@ def _as_json(info: ModelInfo) -> dict[str, Any]:
         "frozen_bytes=frozen_size metrics"
     )
     shown = output.record(model, fields) | output.record(
-        info, "digest aliases license bases source"
+        info, "digest aliases license bases source store"
     )
     if info.source is not None:
         shown["source"] = output.record(info.source, "kind repository commit options")

@@ -97,11 +97,13 @@ def command(
     ~/.cache/blobstore/run; for these, a frozen model is thawed first, unless its files are GGUF. The
     server gets each ARGUMENT after "--", such as --port 9000.
     """
+    from blobstore.store.local import LocalStore
+
     if out.is_json and not dry_run:
         raise click.UsageError(
             "--json needs --dry-run: without it, the output is that of the server"
         )
-    model = arguments.model(store, name)
+    model, store = arguments.model(store, name), LocalStore.to_read(store)
     manifest = store.resolve(model)  # an error of ours is clearer than one of the server
     folder = _folder(store, model)
     gguf = llama_cpp.gguf_files(store, manifest, folder or Path())

@@ -46,7 +46,7 @@ class Holdings:
 
     @cached_property
     def counts(self) -> Sequence[int]:
-        """The number of names that keep each blob; the cache counts as one."""
+        """The number of names that keep each blob; the cache counts as one, and so does the shared store."""
         counts = self.references.uses(known.row for known in self._catalog.known())
         for known in self._catalog.known() if self._bases else ():
             numbers = known.blobs
@@ -55,6 +55,8 @@ class Holdings:
                     counts[number] += 1
         for number in self.cached:
             counts[number] += 1
+        for number, count in enumerate(counts) if self._store.shared is not None else ():
+            counts[number] += count == 1 and self._store.is_shared(self.references.digest(number))
         return counts
 
     def of(self, reference: Reference) -> Collection[int]:

@@ -122,6 +122,13 @@ class LocalStore(ManifestReader):
         store = cls.of(store)
         return store if store.shared is None else _WithSharedNames(store)
 
+    def holder(self, reference: str | Reference) -> LocalStore:
+        """Return the store that has the manifest of a name: this one, unless only the shared store has it."""
+        shared = self.shared
+        if shared is None or self.has_model(reference) or not shared.has_model(reference):
+            return self
+        return shared
+
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name in _PUBLIC or name.startswith("_")]
 

@@ -42,6 +42,7 @@ class StoreWithFiles(LocalStore):
             InvalidGguf: a file is of another format.
         """
         super().__init__(store.root)
+        self._store = store
         self._files: dict[ModelOrFile, Manifest] = {}
         paths: dict[Digest, str] = {}
         for model in models:
@@ -59,7 +60,8 @@ class StoreWithFiles(LocalStore):
 
     def resolve(self, reference: ModelOrFile) -> Manifest:
         """Return the manifest of a model or file."""
-        return self._files[reference] if reference in self._files else super().resolve(reference)
+        found = self._files.get(reference)
+        return self._store.resolve(reference) if found is None else found
 
 
 class _LayoutWithFiles(Layout):

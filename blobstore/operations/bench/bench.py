@@ -124,7 +124,7 @@ def measure_reading(
     if isinstance(subject, os.PathLike):
         files = _files_of_path(Path(subject), notices)
     else:
-        files = _files_of_model(Reference.of(subject), LocalStore.of(store), notices)
+        files = _files_of_model(Reference.of(subject), LocalStore.to_read(store), notices)
     if is_named and files.openable is None:
         raise UsageError(
             f"{quote(files.name)} is no model of a store and no GGUF file, which are loaded onto a device",

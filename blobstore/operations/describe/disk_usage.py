@@ -97,6 +97,8 @@ class StoreUsage(ModelsUsage):
     """Bytes that these would take if every name had its own copy."""
     bases: Space
     """Bases among these that no manifest references. They also count in ``referenced``."""
+    below: Space
+    """Blobs that manifests reference and only the shared store has. They count nowhere else."""
     unreferenced: Space
     """Other blobs: garbage, unless a process is about to use them."""
     foreign: Space
@@ -286,6 +288,11 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         without_sharing=sum(map(mul, by_names, blobs.all_sizes))
         + sum(compress(by_names, map(ABSENT.__eq__, blobs.all_sizes))),
         bases=blobs.space_if(map(gt, map(not_, direct), map(not_, by_names))),
+        below=_total(
+            catalog.references.sizes[number]
+            for number, (size, count) in enumerate(zip(blobs.all_sizes, direct, strict=False))
+            if count and size == ABSENT and store.is_shared(catalog.references.digest(number))
+        ),
         unreferenced=blobs.space_if(chain(map(not_, counts), repeat(True))),
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),

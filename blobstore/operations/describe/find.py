@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import StoredTensor
     from blobstore.store.catalog import CatalogEntry
+    from blobstore.store.references import References
 
 
 class FoundPlace(NamedTuple):
@@ -69,22 +70,26 @@ def find_content(
         StoreError: the store cannot be read.
     """
     store = LocalStore.of(store)
-    entries = read_catalog(store)
-    errors = [entry.error for entry in entries.unreadable() if entry.error is not None]
     start = id_start(text)
     search = _Search(store, text)
+    errors: list[BlobstoreError] = []
     places: list[FoundPlace] = []
+    catalogs = [read_catalog(one) for one in (store, store.shared) if one is not None]
+    for catalog in catalogs:
+        errors += [entry.error for entry in catalog.unreadable() if entry.error is not None]
 
-    def look(found: Callable[[CatalogEntry], Iterable[FoundPlace]]) -> None:
-        for entry in entries:
-            places.extend(new := list(found(entry)))
-            on_found(new)
+    def look(found: Callable[[CatalogEntry, References], Iterable[FoundPlace]]) -> None:
+        for catalog in catalogs:
+            for entry in catalog:
+                if catalog is catalogs[0] or catalogs[0].get(entry.reference) is None:
+                    places.extend(new := list(found(entry, catalog.references)))
+                    on_found(new)
 
     if start:
-        numbers = entries.references.starting_with(start)
-        look(lambda entry: _with_digest(entry, start, numbers))
+        numbers = {one.references: one.references.starting_with(start) for one in catalogs}
+        look(lambda entry, references: _with_digest(entry, start, numbers[references]))
     if not places:
-        look(lambda entry: search.places(entry, errors))
+        look(lambda entry, _: search.places(entry, errors))
     return FoundPlaces(tuple(places), tuple(errors), search.near)
 
 

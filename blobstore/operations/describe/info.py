@@ -22,6 +22,7 @@ from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.describe.show import ModelDescription
@@ -53,6 +54,8 @@ class ModelInfo:
     """Bytes of the blobs on disk, compressed if they are frozen. Of a remote model, those that are here."""
     unique_size: int | None
     """Bytes among them that no model of another ID needs; None for a remote model."""
+    store: Path | None = None
+    """The shared store that has the model, if it is not in the store itself; the disk is that of this store."""
 
 
 def model_info(
@@ -75,11 +78,12 @@ def model_info(
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    store = LocalStore.to_read(store)
+    local, store = LocalStore.of(store), LocalStore.to_read(store)
     if is_address(reference):
         return _remote_info(store, reference, plain_http)
     reference = Reference.of(reference)
-    entry = read_entry(store, reference)
+    holder = local.holder(reference)
+    entry = read_entry(holder, reference)
     if entry.manifest is None or entry.digest is None:
         raise entry.error or BlobstoreError(f"model {reference} cannot be read")
     description = describe_model(reference, store=store)
@@ -88,9 +92,9 @@ def model_info(
     except BlobstoreError:  # among the faults of the description, or found by verify
         source = None
     texts = dict(small_texts(store, entry.manifest))
-    catalog = read_catalog(store)
+    catalog = read_catalog(holder)
     names = catalog.named(entry.digest)
-    holdings = Holdings(store, catalog)
+    holdings = Holdings(holder, catalog)
     held = set(chain.from_iterable(map(holdings.of, names)))
     files = {number: holdings.files(number) for number in held}
     sizes = {number: sum(file.st_size for file in found) for number, found in files.items()}
@@ -106,6 +110,7 @@ def model_info(
         blobs=len(entry.blobs),
         disk_size=sum(sizes.values()),
         unique_size=sum(sizes[number] for number in holdings.freed(names)),
+        store=None if holder is local else holder.root,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,37 @@ def test_what_is_pulled_or_saved_is_stored_once(shared: LocalStore, tmp_path: Pa
     assert same(values("pulled"), BASE)
     assert same(values("saved"), TUNED)
     assert not blobs(LocalStore()) & blobs(shared)
+
+
+def test_what_is_asked_about_a_shared_model_is_answered(
+    shared: LocalStore, tuned: LocalStore, tmp_path: Path
+) -> None:
+    info = blobstore.info("base")
+    assert info == replace(blobstore.info("base", store=shared), store=shared.root)
+    assert info.modified
+    assert info.disk_size == info.unique_size
+    assert blobstore.compare("tuned", "base").tensors
+    found = [str(place.reference) for place in blobstore.find("*").places]
+    assert {"base:latest", "tuned:latest"} == set(found)
+    blobstore.create(write_folder(tmp_path / "other", TUNED), "base")
+    assert blobstore.info("base").store is None
+    found = [str(place.reference) for place in blobstore.find("bas").places]
+    assert found == ["base:latest"]
+
+
+def test_what_is_in_the_shared_store_is_counted_apart_and_freed_by_nobody(
+    shared: LocalStore, tuned: LocalStore
+) -> None:
+    blobstore.copy("base", "mine")
+    usage = blobstore.du()
+    needed = {blob.id for name in ("mine", "tuned") for blob in tuned.resolve(name).blobs}
+    here = {blob for blob in needed if tuned.has_hot(blob.digest)}
+    assert usage.referenced == (len(here), sum(blob.size for blob in here))
+    below = needed - here
+    assert usage.below == (len(below), sum(blob.size for blob in below))
+    sizes = {model.name: model.size - model.shared for model in blobstore.list()}
+    assert sizes["mine:latest"] == 0
+    assert sizes["tuned:latest"] == usage.referenced.size
 
 
 def test_the_names_of_the_store_itself_win(shared: LocalStore, tmp_path: Path) -> None:
