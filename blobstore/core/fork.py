@@ -1,4 +1,4 @@
-"""Locks inside objects that forked processes go on using, and attributes that need none."""
+"""What forked processes need, and what they must not keep: locks, files, and attributes without a lock."""
 
 from __future__ import annotations
 
@@ -29,12 +29,21 @@ else:
 
     cached_property = _CachedProperty
 
-__all__ = ["cached_property", "renew_lock_in_children"]
+__all__ = ["NOT_INHERITED", "WRITTEN", "cached_property", "renew_lock_in_children"]
 
 
 class _HasLock(Protocol):
     _lock: threading.Lock
 
+
+class _HasDescriptor(Protocol):
+    _descriptor: int
+
+
+NOT_INHERITED: weakref.WeakSet[_HasDescriptor] = weakref.WeakSet()
+"""Owners of locked files whose locks forked processes do not keep."""
+WRITTEN: set[int] = set()
+"""Descriptors of files that forked processes cannot write to, because they may become blobs."""
 
 _OWNERS: weakref.WeakSet[_HasLock] = weakref.WeakSet()
 
@@ -53,4 +62,19 @@ def _renew_locks() -> None:
         owner._lock = threading.Lock()  # noqa: SLF001 - this is what owners ask for
 
 
+def _drop_files() -> None:
+    descriptors = WRITTEN.union(owner._descriptor for owner in NOT_INHERITED)  # noqa: SLF001
+    if descriptors:
+        # The descriptors are redirected and not closed: their owners still know the numbers and
+        # close them later, when these could belong to other files.
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for descriptor in descriptors:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+    NOT_INHERITED.clear()
+    WRITTEN.clear()
+
+
 os.register_at_fork(after_in_child=_renew_locks)
+# A worker of an import that outlives it would keep its lease locked.
+os.register_at_fork(after_in_child=_drop_files)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.store.blobs import BlobReader
-    from blobstore.store.locks import JoinedLease, Lease
+    from blobstore.store.leases import JoinedLease, Lease
 
 _SYNC_THREADS = 4
 _HASHED_WHILE_LISTED = 64

@@ -25,7 +25,8 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.store.claims import BlobClaims
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
-from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
+from blobstore.store.leases import JoinedLease, Lease, Leases, read_leases
+from blobstore.store.locks import LOCK_TIMEOUT, Locks
 from blobstore.store.manifests import ManifestReader
 from blobstore.store.names import Names
 from blobstore.store.notes import pack, unpack
@@ -149,7 +150,7 @@ class LocalStore(ManifestReader):
         """Set how long to wait."""
         self._locks.timeout = seconds
 
-    # Locks and leases; see blobstore.store.locks
+    # Locks and leases; see blobstore.store.locks and blobstore.store.leases
 
     def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes from writing and from leasing blobs while the block runs.
@@ -165,7 +166,7 @@ class LocalStore(ManifestReader):
 
         Raises as :meth:`exclusive_lock`.
         """
-        return self._locks.lease()
+        return Lease.new(self._layout, self._locks)
 
     @contextlib.contextmanager
     def lease_if_writable(
@@ -188,7 +189,7 @@ class LocalStore(ManifestReader):
                 return False
 
             with contextlib.suppress(OSError, StoreError):
-                lease = stack.enter_context(self._locks.reading_lease())
+                lease = stack.enter_context(Lease.new(self._layout, self._locks, is_created=False))
             hold(digests)
             yield hold
 
@@ -218,7 +219,7 @@ class LocalStore(ManifestReader):
             if not is_folder(self._layout.headers):  # readers write caches, but create no folder
                 make_folders(self._layout.headers, self.root)
             with (
-                self._locks.lease(is_import=True) as lease,
+                Lease.new(self._layout, self._locks, is_import=True) as lease,
                 Ingest(self, lease, paranoid=paranoid) as ingest,
             ):
                 yield ingest
@@ -245,9 +246,8 @@ class LocalStore(ManifestReader):
         Raises:
             Cancelled: the import has ended.
         """
-        return WorkerIngest(
-            self, self._locks.join_lease(name), paranoid=paranoid, sync_later=sync_later
-        )
+        lease = JoinedLease(self._layout, self._locks, name)
+        return WorkerIngest(self, lease, paranoid=paranoid, sync_later=sync_later)
 
     def check_space(self, needed: int) -> None:
         """Check that so many bytes are free for the store.

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, copy_bytes, give_to_owner, read_exactly
+from blobstore.core.fork import NOT_INHERITED
 from blobstore.errors import StoreError
-from blobstore.store.locks import NOT_INHERITED
 from blobstore.store.partial_lock import (
     NOT_OURS,
     OPEN_FLAGS,

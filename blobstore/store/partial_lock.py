@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core.escape import quote
 from blobstore.core.files import give_to_owner, make_folders, read_exactly
+from blobstore.core.fork import NOT_INHERITED
 from blobstore.errors import StoreError
-from blobstore.store.locks import NOT_INHERITED, try_lock
+from blobstore.store.locks import try_lock
 from blobstore.store.scan import is_folder
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from hypothesis.stateful import (
 )
 
 from blobstore.core.digest import Digest
+from blobstore.store.leases import Lease
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import Lease
 from tests.faults.invariants import Expected, bases_of, check_model, check_store, layers
 from tests.faults.known import Known, command, write_models
 from tests.faults.outcomes import Effort, Outcome

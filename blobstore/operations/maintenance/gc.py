@@ -34,8 +34,9 @@ from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, impla
 from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.copies import remove_copies
 from blobstore.store.fetched import BROUGHT, brought_name
+from blobstore.store.leases import Leases
 from blobstore.store.local import LocalStore, StoreLike
-from blobstore.store.locks import Leases, try_lock
+from blobstore.store.locks import try_lock
 from blobstore.store.notes import repository_key
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.published import hex_digests_of

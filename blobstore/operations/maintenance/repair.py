@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault
     from blobstore.sources.base import TensorSource
-    from blobstore.store.locks import Lease
+    from blobstore.store.leases import Lease
 
 _BACKUP = "create the model again, or take the file from a backup"
 _NO_MANIFEST = (

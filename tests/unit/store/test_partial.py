@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import BlobId, Digest
+from blobstore.core.fork import NOT_INHERITED
 from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreError
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import NOT_INHERITED
 from blobstore.store.partial import PartialBlob, bytes_done
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.sandbox import NOBODY

@@ -165,9 +165,9 @@ def test_a_worker_that_is_killed_changes_nothing(
 
 _DIES = """
 import os, pathlib, signal
-import blobstore.store.locks as locks
+import blobstore.store.leases as leases
 
-create_file = locks.Lease.create_file
+create_file = leases.Lease.create_file
 
 def create_and_die(lease, *shared):
     created = create_file(lease, *shared)
@@ -178,7 +178,7 @@ def create_and_die(lease, *shared):
         os.kill(os.getpid(), signal.SIGKILL)
     return created
 
-locks.Lease.create_file = create_and_die
+leases.Lease.create_file = create_and_die
 """
 
 
