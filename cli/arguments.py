@@ -351,6 +351,19 @@ def models(
     return references
 
 
+def note_states(store: LocalStore, names: Iterable[Reference]) -> None:
+    """Note the states of training steps of which the user has named the model alone."""
+    from blobstore.manifests.step_record import is_state, state_of
+
+    with contextlib.suppress(InvalidReference):  # the name of a state would be too long
+        states = [state_of(name) for name in names if not is_state(name)]
+        left = [quote(one) for one in states if one not in names and store.has_model(one)]
+        if left:
+            show_note(
+                f"not included: {join_some(left, _MAX_LISTED)}, the state of a training, which has a name of its own"
+            )
+
+
 def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Reference:
     """Return the one model that the user named, as :func:`models` does."""
     found = models(store, [text], needs_name=needs_name)

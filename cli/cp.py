@@ -95,6 +95,7 @@ def _copy_to_store(
     from blobstore.operations.maintenance.copy_to_store import copy_to_store
 
     model = arguments.model(store, source)
+    arguments.note_states(store, [model])
     with progress_bar() as progress:
         copied = copy_to_store(
             model, to, target, store=store, force=force, jobs=jobs, progress=progress
@@ -123,6 +124,7 @@ def _copy_many(
     from blobstore.cli.transferred import show_many
     from blobstore.operations.maintenance.copy_to_store import copy_models
 
+    arguments.note_states(store, names)
     with progress_bar() as progress:
         models = copy_models(names, to, store=store, force=force, jobs=jobs, progress=progress)
     done = [model.result for model in models if model.result is not None]

@@ -46,6 +46,7 @@ def command(
     from blobstore.operations.transfer.sync import lock_models
 
     chosen = arguments.models(store, names, needs_store=True)
+    arguments.note_states(store, chosen)
     models = lock_models(chosen, file, remote=remote, store=store)
     alone = [quote(model.reference) for model in models if not model.has_origin]
     fields = "name=reference manifest remote repository commit"

@@ -65,6 +65,7 @@ def command(
     if not names:  # the last argument is always the file
         raise click.UsageError("missing argument 'NAME...'")
     chosen = arguments.models(store, names)
+    arguments.note_states(store, chosen)
     with progress_bar() as progress:
         packed = pack_models(
             chosen,

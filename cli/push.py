@@ -167,6 +167,7 @@ def command(
             raise UsageError("--as takes one NAME and one folder, and --base, --store and --json")
         _push_version(chosen[0], remote, receiver, base, store, out)
         return
+    arguments.note_states(store, chosen)
     is_place = remote is not None and not has_tag(remote)
     if len(chosen) > 1 or (is_place and any(map(is_pattern, names))):
         _push_many(chosen, remote, store, choices, out)

@@ -79,6 +79,7 @@ def command(
                 f"'blobstore mv' makes models tags of one name, such as run:{chosen[0].model}"
             )
         chosen = tuple(expired)
+    arguments.note_states(store, chosen)
     removed = remove_models(chosen, store=store, dry_run=dry_run)
     data = {
         "dry_run": dry_run,

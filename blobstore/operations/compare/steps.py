@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import UsageError
 from blobstore.manifests.reference import by_numbers, is_alias_of
+from blobstore.manifests.step_record import is_state
 from blobstore.store.catalog import read_entries
 
 if TYPE_CHECKING:
@@ -16,14 +17,18 @@ if TYPE_CHECKING:
 
 
 def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Reference]:
-    """Return models in the order of the numbers in their names; of a model, not its aliases.
+    """Return models in the order of the numbers in their names; of a model, not its aliases, and not its state.
+
+    If there are states alone, these are returned.
 
     Raises:
         ModelNotFound: the store has no such model.
         UsageError: there are fewer than two models, however many names they have.
     """
+    names = list(references)
+    models = [name for name in names if not is_state(name)]
     entries = sorted(
-        read_entries(store, references), key=lambda entry: (entry.modified, entry.reference)
+        read_entries(store, models or names), key=lambda entry: (entry.modified, entry.reference)
     )
     own: dict[object, Reference] = {}
     steps = [

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidManifest, ModelNotFound, NotFound, UsageError
+from blobstore.errors import (
+    InvalidManifest,
+    InvalidReference,
+    ModelNotFound,
+    NotFound,
+    UsageError,
+)
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance.names import Named
+from blobstore.manifests.step_record import is_state_of, state_of
+from blobstore.operations.maintenance.names import Named, drop_state
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start
 from blobstore.store.names import ABSENT, NewModel
@@ -83,6 +92,8 @@ def restore_model(
 ) -> Named:
     """Give a name the model that it had before. The model that it has now becomes a former one.
 
+    The state of a training step goes with its model, and one of another step is removed.
+
     Args:
         reference: the name, which need not exist now.
         ident: the former model's ID or the start of it; by default the latest former model.
@@ -103,7 +114,8 @@ def restore_model(
     store, reference = LocalStore.of(store), Reference.of(reference)
     seen = store.names.seen(reference)
     former = _chosen(model_history(reference, store=store), reference, ident)
-    blobs = Manifest.from_bytes(former.data).blobs
+    manifest = Manifest.from_bytes(former.data)
+    blobs = manifest.blobs
     # Under the lock, gc cannot remove a blob between this look and the new name.
     with store.writing(), store.exclusive_lock():
         if not store.has_blobs(blobs):
@@ -111,9 +123,28 @@ def restore_model(
                 f"{quote(reference)} cannot be restored to {former.digest.short}: gc has removed "
                 "some of its blobs"
             )
-        store.names.place(NewModel(seen.to(former.digest), former.data, blobs))
+        state = _state(store, reference, manifest)
+        with interrupts.deferred():
+            if not state:
+                drop_state(store, reference, manifest)
+            store.names.place(*state, NewModel(seen.to(former.digest), former.data, blobs))
     replaced = seen.old not in (ABSENT, former.digest)
     return Named(source=reference, target=reference, digest=former.digest, replaced=replaced)
+
+
+def _state(store: LocalStore, step: Reference, model: Manifest) -> list[NewModel]:
+    """Return the state of a model that its step gets back, with its name: what the step has or had as its state."""
+    with contextlib.suppress(InvalidReference, ModelNotFound):  # the name would be too long
+        name = state_of(step)
+        found = [one.data for one in model_history(name, store=store) if one.is_restorable]
+        with contextlib.suppress(ModelNotFound, InvalidManifest):
+            found.insert(0, store.read_manifest(name))
+        for data in found:
+            with contextlib.suppress(InvalidManifest):
+                state = Manifest.from_bytes(data)
+                if is_state_of(state, model):
+                    return [NewModel(store.names.seen(name).to(Digest.of(data)), data, state.blobs)]
+    return []
 
 
 def _chosen(

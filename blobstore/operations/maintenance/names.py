@@ -213,9 +213,12 @@ def _rename(
         force = force or is_alias
         state = _state(store, source, manifest, target, force=force)
         update = store.names.claim(target, digest, force=force)
+        is_new = before != digest or any(
+            store.names.version(one.update.reference) != Digest.of(one.data) for one in state
+        )
         with interrupts.deferred():
             if not state and before not in (ABSENT, digest):
-                _drop_state(store, target, manifest)
+                drop_state(store, target, manifest)
             store.names.place(*state, NewModel(update, data, manifest.blobs))
             # The new names are durable by now, so a crash leaves at least one of each two.
             if not keeps_source:
@@ -225,7 +228,7 @@ def _rename(
         target=target,
         digest=digest,
         replaced=before not in (ABSENT, digest),
-        is_new=before != digest,
+        is_new=is_new,
     )
 
 
@@ -251,7 +254,7 @@ def _state(
     return []
 
 
-def _drop_state(store: LocalStore, step: Reference, model: Manifest) -> None:
+def drop_state(store: LocalStore, step: Reference, model: Manifest) -> None:
     """Remove the state of the model that a step had, if it can get another one: they could be equal."""
     for blob in model.blobs:
         store.check_size(blob.digest, blob.size)

@@ -6,6 +6,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support.frozen import put
 from tests.unit.cli.running import run, run_json
 
 
@@ -104,3 +105,26 @@ def test_says_that_there_is_nothing_to_do(stored: LocalStore, arguments: tuple[s
     assert run(*arguments).stdout.startswith("copied dense:latest to ")
     assert run(*arguments).stdout.startswith("nothing to do: ")
     assert run_json(*arguments)["replaced"] is False
+
+
+def test_a_state_that_is_not_named_is_noted(store: LocalStore, tmp_path: Path) -> None:
+    put(store, "run:1", {"x": 1})
+    put(store, "run:1.state", {"x": 1, "moment": 1})
+    place, archive = f"file://{tmp_path}/bucket", tmp_path / "run.bsar"
+    note = "note: not included: 'run:1.state', the state of a training"
+    for words in (
+        ("cp", "--to", tmp_path / "other"),
+        ("pack", archive),
+        ("push", place),
+        ("lock", "--out", tmp_path / "lock"),
+        ("rm", "--dry-run"),
+    ):
+        command, *rest = words
+        assert note in run(command, "run:1", *rest).stderr
+        both = run(command, "run:*", *rest, *(["--force"] if command == "pack" else []))
+        assert note not in both.stderr
+    remove = ("cp", "run:1", "run:best")
+    assert run(*remove).stderr == ""
+    assert "nothing to do" in run(*remove).stdout
+    run("rm", "run:best.state")
+    assert "copied run:1 to run:best" in run(*remove).stdout

@@ -33,6 +33,14 @@ def test_steps_are_in_the_order_of_their_numbers_without_aliases(store: LocalSto
     assert steps(store, ["run:s-10", "run:s-9", "run:s-11"]) == ["run:s-9", "run:s-10", "run:s-11"]
 
 
+def test_models_are_compared_with_models_and_states_with_states(store: LocalStore) -> None:
+    for number in (2, 9):
+        frozen.put(store, f"run:s-{number}.state", {"w": number, "m": number})
+    assert list(map(str, steps_of(store, store.references()))) == ["run:s-2", "run:s-9", "run:s-10"]
+    states = ["run:s-9.state", "run:s-2.state"]
+    assert steps(store, states) == states[::-1]
+
+
 def test_a_manifest_that_cannot_be_read_is_a_step_of_its_own(store: LocalStore) -> None:
     for name in ("run:s-9", "run:s-10"):
         store.manifest_path(name).write_bytes(b"{")

@@ -62,6 +62,24 @@ def test_restores_the_former_model_and_undoes_that(store: LocalStore) -> None:
     assert verify_models(store=store).faults == ()
 
 
+def test_a_model_gets_its_own_state_back(store: LocalStore) -> None:
+    for number in range(3):
+        put(store, f"run:{number}", {"x": number})
+        if number != 1:
+            put(store, f"run:{number}.state", {"x": number, "moment": number})
+        copy_model(f"run:{number}", "run:last", store=store)
+    copy_model("run:0", "run:last", store=store)
+    for expected in (2, 0, 1):
+        restore_model("run:last", id_of(store, f"run:{expected}"), store=store)
+        assert id_of(store, "run:last") == id_of(store, f"run:{expected}")
+        assert store.has_model("run:last.state") == (expected != 1)
+        if expected != 1:
+            assert id_of(store, "run:last.state") == id_of(store, f"run:{expected}.state")
+    remove_models(["run:2", "run:2.state"], store=store)
+    restore_model("run:2", store=store)
+    assert store.has_model("run:2.state")
+
+
 def test_restoring_needs_the_exclusive_lock(store: LocalStore) -> None:
     store.lock_timeout = 0.05
     with store._locks.shared(), pytest.raises(StoreBusy):
