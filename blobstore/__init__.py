@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import LocalStore
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.operations.sign.report import SignedModel, check_signatures
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
@@ -146,6 +147,7 @@ _HOMES = {
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
     "RunningServer": ("blobstore.serve.start", "RunningServer"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
+    "SignedModel": ("blobstore.operations.sign.report", "SignedModel"),
     "SourceOptions": ("blobstore.sources.base", "SourceOptions"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreLike": ("blobstore.store.local", "StoreLike"),
@@ -155,6 +157,7 @@ _HOMES = {
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
     "Verified": ("blobstore.operations.maintenance.verify", "Verified"),
     "check_archive": ("blobstore.operations.archive.unpack", "check_archive"),
+    "check_signatures": ("blobstore.operations.sign.report", "check_signatures"),
     "compare": ("blobstore.operations.compare.compare", "compare_models"),
     "convert": ("blobstore.operations.export.convert", "convert_checkpoint"),
     "copy": ("blobstore.operations.maintenance.names", "copy_model"),
@@ -247,6 +250,7 @@ __all__ = [
     "Repaired",
     "RunningServer",
     "Signed",
+    "SignedModel",
     "SourceOptions",
     "SourceRecord",
     "StoreLike",
@@ -256,6 +260,7 @@ __all__ = [
     "Unpacked",
     "Verified",
     "check_archive",
+    "check_signatures",
     "compare",
     "convert",
     "copy",

@@ -8,25 +8,15 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
-from blobstore.core.escape import escape, quote
+from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from blobstore.cli.output import Output
 
-SUFFIX = ".safetensors"
-
-
-def _parse_target(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if not value.endswith(SUFFIX):
-        raise click.BadParameter(f"the file must end in {SUFFIX}, got {quote(value)}", ctx, param)
-    return value
-
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
 @click.argument("source", type=arguments.FILE)
-@click.argument(
-    "target", metavar="OUT.safetensors", type=arguments.FILE_TO_WRITE, callback=_parse_target
-)
+@click.argument("target", metavar="OUT.safetensors", type=arguments.FILE_TO_WRITE)
 @options.shared("subtree", "strip-prefix", "weights", "keep-names", "skip-unreadable")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @options.shared("jobs", "json")

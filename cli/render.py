@@ -167,7 +167,8 @@ def origin(source: SourceRecord) -> str:
     """Return where a model was imported from."""
     if source.repository:
         return f"{source.repository} at {source.commit}"
-    return source.kind if "://" in source.kind else f"a {source.kind}"
+    is_place = "://" in source.kind or source.kind == "memory"
+    return source.kind if is_place else f"a {source.kind}"
 
 
 def without_base(count: int) -> str:

@@ -154,7 +154,8 @@ def _wrong_call(
         is_store = isinstance(extra, os.PathLike) or "Store" in type(extra).__name__
         is_store |= isinstance(extra, str) and "/" in extra
         return InvalidCall(
-            f"{name}() takes {len(places) or 'no'} arguments without a name, got {len(args)}",
+            f"{name}() takes {len(places) or 'no'} argument{'s' * (len(places) != 1)} without a name, "
+            f"got {len(args)}",
             advice=f"write {name}({'…, ' if places else ''}store={extra!r})"
             if is_store and "store" in parameters
             else f"name the others: {', '.join(one for one in parameters if one not in places)}",

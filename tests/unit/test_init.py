@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 # The public interface: change it here and in docs/reference/python.md together.
 FUNCTIONS = """
 check_archive(path, references, *, jobs, progress)
+check_signatures(references, *, keys, store, on_error)
 compare(reference, base, *, store, patterns, names, jobs, progress)
 convert(source, target, *, subtree, strip_prefix, weights, keep_names, skip_unreadable, force, jobs, progress)
 copy(source, target, *, store, force)
@@ -69,7 +70,7 @@ TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported Followed FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
 ListedModel LocalStore LockedModel Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion QuantizeOptions ReadPlan Reference
-RegistryOptions RemovedModels Repaired RunningServer Signed SourceOptions SourceRecord StoreLike StoreUsage SyncedModel Thawed Unpacked Verified
+RegistryOptions RemovedModels Repaired RunningServer Signed SignedModel SourceOptions SourceRecord StoreLike StoreUsage SyncedModel Thawed Unpacked Verified
 """
 
 

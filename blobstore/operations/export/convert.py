@@ -13,7 +13,7 @@ from blobstore.core.escape import join_some, quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, UsageError
 from blobstore.safetensors.header import encode_header, in_file_order
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
@@ -82,11 +82,13 @@ def convert_checkpoint(
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be read.
         BlobstoreError: the target exists already, or cannot be written.
-        UsageError: ``jobs`` is below 1.
+        UsageError: ``jobs`` is below 1, or the target has another ending.
     """
     check_jobs(jobs)
     path = local_path(target)
     check_new_file(path, force=force)
+    if path.suffix != ".safetensors":
+        raise UsageError(f"the file must end in .safetensors, got {quote(target)}")
     opened = open_source(
         source,
         SourceOptions(

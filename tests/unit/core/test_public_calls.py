@@ -33,7 +33,7 @@ def guess(text: str) -> str:
         ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
         ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
         ("remove('a', 'org/b')", "remove() takes several names as one list; write remove(['a', 'org/b'])"),
-        ("verify('a', './there')", "verify() takes 1 arguments without a name, got 2; write verify(…, store='./there')"),
+        ("verify('a', './there')", "verify() takes 1 argument without a name, got 2; write verify(…, store='./there')"),
         ("verify(sample=0.05)", "'0.05' is not a sample; give a share such as 5%, or a part such as 2/7"),
         ("gc(3)", "gc() takes no arguments without a name, got 1; name the others: store, older_than, dry_run, "),
         ("create('a', 'b', './there')", "create() takes 2 arguments without a name, got 3; write create(…, store='./there')"),

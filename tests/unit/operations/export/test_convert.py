@@ -115,9 +115,10 @@ def test_replaces_a_file_only_with_force(tmp_path: Path) -> None:
 
 def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
-    (tmp_path / "out").mkdir()
+    target = tmp_path / "out.safetensors"
+    target.mkdir()
     with pytest.raises(BlobstoreError, match="exists already"):
-        convert_checkpoint(source, tmp_path / "out", force=True)
+        convert_checkpoint(source, target, force=True)
 
 
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
