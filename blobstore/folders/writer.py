@@ -28,7 +28,7 @@ from blobstore.core.files import make_folders, sync_folder, write_all
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.targets import check_target
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _BUFFER_SIZE = 4 << 20
+_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Endings that a user gives to a file, and not to a folder."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 """Endings of files of an older export that another form of export may lack."""
 
@@ -295,17 +297,19 @@ def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Pa
 
     Raises:
         BlobstoreError: it exists and is not empty, is a mount point, or is the working directory.
+        UsageError: it would be called as a file of weights.
     """
     try:
         target = Path(os.path.realpath(local_path(folder)))
         check_target(target)
-        if not os.path.lexists(target):
-            return target
-        is_empty = target.is_dir() and not any(target.iterdir())
+        is_new = not os.path.lexists(target)
+        is_empty = is_new or (target.is_dir() and not any(target.iterdir()))
         # Replacing one of these would surprise its users.
         is_fixed = target.is_mount() or target == Path.cwd()
     except (OSError, ValueError) as error:
         raise BlobstoreError(f"cannot access {quote(os.fspath(folder))}: {error}") from error
+    if is_new and target.suffix in _FILES:
+        raise UsageError(f"{quote(target)} would be a folder with the name of a file")
     if not is_empty and not (force and target.is_dir()):
         raise BlobstoreError(
             f"{quote(target)} exists already",

@@ -16,6 +16,7 @@ from blobstore.errors import (
     BlobstoreError,
     InvalidHeader,
     InvalidManifest,
+    UsageError,
 )
 from blobstore.manifests import media_types
 from blobstore.operations.export.export import export_model
@@ -59,6 +60,13 @@ def test_rejects_a_file_in_the_place_of_the_folder(
     with pytest.raises(BlobstoreError, match="exists already"):
         write(NAME, out, store=store)
     assert out.read_text() == "mine"
+
+
+def test_rejects_the_name_of_a_file(write: Write, dense: Path, store: LocalStore) -> None:
+    for name in ("out.gguf", "out.safetensors"):
+        with pytest.raises(UsageError, match=f"{name}' would be a folder with the name of a file"):
+            write(NAME, dense.parent / name, store=store)
+    assert_nothing_is_left(dense)
 
 
 def test_rejects_the_working_directory(
