@@ -396,19 +396,18 @@ def test_tensors_of_other_components_are_left_out(store: LocalStore, tmp_path: P
     assert mx.array_equal(logits(ours), logits(theirs))
 
 
-def largest(store: LocalStore) -> Path:
+def largest(store: LocalStore) -> tuple[str, Path]:
     layer = max(store.resolve(NAME).layers, key=lambda item: item.size)
-    return Path(store.blob_path(layer.digest))
+    return layer.name, Path(store.blob_path(layer.digest))
 
 
-@pytest.mark.parametrize(("cut", "verify"), [(True, "size"), (False, "digest")])
-def test_a_damaged_blob_is_reported(
-    cut: bool, verify: str, store: LocalStore, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_damaged_blob_is_reported(cut: bool, store: LocalStore, tmp_path: Path) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    (damage.truncate if cut else damage.flip)(largest(store))
-    with pytest.raises(BlobDamaged, match="m:latest"):
-        integration.load(NAME, store=store, verify=verify)
+    layer, path = largest(store)
+    (damage.truncate if cut else damage.flip)(path)
+    with pytest.raises(BlobDamaged, match=f"m:latest.*'{layer}'"):
+        integration.load(NAME, store=store)
 
 
 def test_a_missing_model_is_not_found(store: LocalStore) -> None:
@@ -469,7 +468,7 @@ def test_the_program_reports_in_one_line_why_it_does_not_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     blobstore.create(saved("llama", tmp_path / "source"), NAME, store=store)
-    damage.truncate(largest(store))
+    damage.truncate(largest(store)[1])
     capsys.readouterr()
     found = run_program(*arguments, "--store", str(store.root))
     error = capsys.readouterr().err

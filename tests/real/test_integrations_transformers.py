@@ -513,12 +513,10 @@ def test_distinguishes_a_missing_model_from_a_damaged_blob(
         from_store("other", store=store)
     layer = next(item for item in store.resolve(Reference.parse("m")).layers if item.name)
     path = Path(store.blob_path(layer.digest))
-    flip(path)
-    with pytest.raises(BlobDamaged, match="m:latest"):
-        from_store("m", store=store, verify="digest")
-    truncate(path)
-    with pytest.raises(BlobDamaged, match="m:latest"):
-        from_store("m", store=store)
+    for change in (flip, truncate):
+        change(path)
+        with pytest.raises(BlobDamaged, match=f"m:latest.*'{layer.name}'"):
+            from_store("m", store=store)
 
 
 def test_rejects_a_device_before_anything_is_read(store: LocalStore) -> None:
