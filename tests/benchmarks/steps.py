@@ -93,6 +93,15 @@ def train(state: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in own)
 
 
+def nested(state: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Return a state as programs save it: ``async_save`` itself takes 50 µs for each key of the outermost dict."""
+    found: dict[str, Tensors] = {}
+    for name, tensor in state.items():
+        part, _, key = name.partition(".")
+        found.setdefault(part, {})[key] = tensor
+    return found
+
+
 def disk(folder: Path) -> int:
     """Return the bytes that the files below a folder take."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -109,6 +118,7 @@ class Ranks:
         self._state = training.state(
             scale, lambda one: distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)
         )
+        self._nested = nested(self._state)
         self._count = 0
         self._writer = StoreWriter(folder / "store", model="trained")
         self._changed: list[int] = []
@@ -139,7 +149,7 @@ class Ranks:
     def dcp(self) -> float:
         """Save as DCP does."""
         writer = FileSystemWriter(self._folder / "other" / "dcp")
-        return self._timed(lambda: save(self._state, storage_writer=writer))
+        return self._timed(lambda: save(self._nested, storage_writer=writer))
 
     def torch_save(self) -> float:
         """Save the shards of each rank in a file."""
@@ -158,7 +168,7 @@ class Ranks:
         name = f"run:step-{self._count}"
         before = 0 if self._rank else disk(self._folder / "store")
         taken = self._timed(
-            lambda: save(self._state, checkpoint_id=name, storage_writer=self._writer)
+            lambda: save(self._nested, checkpoint_id=name, storage_writer=self._writer)
         )
         if not self._rank:
             self._disk.append(disk(self._folder / "store") - before)
@@ -201,12 +211,12 @@ class Ranks:
             _COPY: copy,
             _DCP: lambda: self.blocked(
                 lambda _: async_save(
-                    self._state, storage_writer=FileSystemWriter(self._folder / "other" / "dcp")
+                    self._nested, storage_writer=FileSystemWriter(self._folder / "other" / "dcp")
                 )
             ),
             "**StoreWriter**": lambda: self.blocked(
                 lambda name: async_save(
-                    self._state, checkpoint_id=name, storage_writer=self._writer
+                    self._nested, checkpoint_id=name, storage_writer=self._writer
                 )
             ),
         }
