@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.workers import WorkerPool
@@ -20,24 +20,29 @@ from blobstore.objects.address import StoreAddress, is_address
 from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB
 from blobstore.objects.store import ObjectStore
-from blobstore.operations.create.create import BlobAdder, with_space
+from blobstore.operations.create.create import publish_blobs, with_space
 from blobstore.remotes.model_reader import pack_headers
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
+from blobstore.store.names import NewModel
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
-    from typing import BinaryIO
+    from typing import BinaryIO, TypeAlias
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.step import StepPlan
-    from blobstore.store.ingest import Buffers
+    from blobstore.store.ingest import Buffers, Ingest
     from blobstore.store.local import StoreLike
 
     _Published = tuple[list[Manifest], bool]
+    # Those of object storage do what those of folders say.
+    Place: TypeAlias = "_Folder | _Objects"
+    StepImport: TypeAlias = "_FolderImport | _ObjectImport"
+    StepBlobs: TypeAlias = "Ingest | _ObjectBlobs"
 
 _CHUNK = 8 << 20
 _REQUESTS = 16
@@ -51,48 +56,8 @@ def can_be_step(checkpoint_id: str | os.PathLike[str]) -> bool:
     return False
 
 
-class StepBlobs(BlobAdder, Protocol):
-    """Adds the blobs of one rank."""
-
-    def sync(self) -> None:
-        """Wait until all that was added is durable."""
-
-
-class StepImport(Protocol):
-    """The import of a step, on the coordinator."""
-
-    name: str
-    """By which other ranks join it."""
-
-    @property
-    def blobs(self) -> StepBlobs:
-        """Adds the blobs of this rank."""
-
-    def adopt(self, item: Ingested) -> None:
-        """Publish with this import what another rank has added to it."""
-
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
-        """Give the step its names; return the manifests, and whether the last name was that of another model."""
-
-    def close(self) -> None:
-        """End the import, and what has no name."""
-
-
-class Place(Protocol):
-    """A store of steps."""
-
-    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
-        """Begin the import of a step."""
-
-    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
-        """Join an import until the stack is closed."""
-
-    def checked(self) -> contextlib.AbstractContextManager[None]:
-        """Explain the errors of a full disk in a block."""
-
-
 def open_place(store: StoreLike) -> Place:
-    """Return the place at a folder or an address. Raises InvalidReference, or as :class:`ObjectStore`."""
+    """Return the store of steps at a folder or an address. Raises InvalidReference, or as :class:`ObjectStore`."""
     if is_address(store):
         return _Objects(ObjectStore(StoreAddress.parse(str(store))))
     return _Folder(LocalStore.of(store))
@@ -104,15 +69,18 @@ class _Folder:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
 
-    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
+    def begin(self, plan: StepPlan, reference: Reference) -> _FolderImport:
+        """Begin the import of a step, on the coordinator."""
         return _FolderImport(self._store, plan, reference)
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
+    def join(self, name: str, stack: contextlib.ExitStack) -> Ingest:
+        """Join an import, on another rank, until the stack is closed."""
         joined = self._store.join_ingest(name, sync_later=True)
         stack.callback(joined.close)
         return joined
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
+        """Explain the errors of a full disk in a block."""
         return with_space(self._store, (), 0)
 
 
@@ -131,12 +99,25 @@ class _FolderImport:
         self.name = self.blobs.name
 
     def adopt(self, item: Ingested) -> None:
+        """Publish with this import what another rank has added to it."""
         self.blobs.adopt(item)
 
     def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
-        return self._plan.publish(self._store, self._updates, self.blobs, added, record)
+        """Give the step its names; return the manifests, and whether the last name was that of another model.
+
+        Raises as :meth:`StepPlan.manifests` and :func:`create`.
+        """
+        manifests = self._plan.manifests(self.blobs, added, record)
+        new = [
+            NewModel(update, manifest.to_bytes(), manifest.blobs)
+            for update, manifest in zip(self._updates, manifests, strict=True)
+        ]
+        publish_blobs(self._store, self.blobs, [model.data for model in new])
+        former = self._store.names.install(new, ingest=self.blobs, is_brought=False)
+        return manifests, former[-1] is not None
 
     def close(self) -> None:
+        """End the import, and remove what has no name."""
         self._open.close()
 
 
@@ -146,10 +127,10 @@ class _Objects:
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
-    def begin(self, plan: StepPlan, reference: Reference) -> StepImport:
+    def begin(self, plan: StepPlan, reference: Reference) -> _ObjectImport:
         return _ObjectImport(self._objects, plan, reference)
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> StepBlobs:
+    def join(self, name: str, stack: contextlib.ExitStack) -> _ObjectBlobs:
         del name, stack  # the lease of the coordinator keeps all that is written while it lives
         return _ObjectBlobs(self._objects)
 

@@ -25,7 +25,7 @@ from blobstore.manifests.step_record import (
     state_of,
     stored_name,
 )
-from blobstore.operations.create.create import Created, add_files, publish_blobs
+from blobstore.operations.create.create import Created, add_files
 from blobstore.operations.create.files import FileLayer, file_layers, stacks_layer
 from blobstore.operations.create.jobs import reporting
 from blobstore.operations.create.places import open_place
@@ -34,7 +34,6 @@ from blobstore.quantization.detect import is_marker
 from blobstore.quantization.recipes import Copied
 from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.memory import MemorySource
-from blobstore.store.names import NewModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,9 +48,8 @@ if TYPE_CHECKING:
     from blobstore.operations.create.create import BlobAdder
     from blobstore.planning.grouping import BlobPlan
     from blobstore.planning.plan import ModelPlan
-    from blobstore.store.ingest import Ingest, Ingested
-    from blobstore.store.local import LocalStore, StoreLike
-    from blobstore.store.names import NameUpdate
+    from blobstore.store.ingest import Ingested
+    from blobstore.store.local import StoreLike
 
     _Tensors = Mapping[str, tuple[TensorSpec, Callable[[], Buffer]]]
 METADATA: Final[Mapping[str, Mapping[str, str]]] = {
@@ -175,27 +173,6 @@ class StepPlan:
         source = MemorySource(dict.fromkeys(self._specs, _unread), self._metadata, files)
         parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
         return [part.manifest(added, blobs) for part in parts]
-
-    def publish(
-        self,
-        store: LocalStore,
-        updates: Sequence[NameUpdate],
-        ingest: Ingest,
-        added: Mapping[str, Ingested],
-        record: StepRecord,
-    ) -> tuple[list[Manifest], bool]:
-        """Give the step its names in a store, all or none. Raises as :meth:`manifests` and :func:`create`.
-
-        ``updates`` are those of :meth:`names`; the other arguments are those of :meth:`manifests`.
-        """
-        manifests = self.manifests(ingest, added, record)
-        new = [
-            NewModel(update, manifest.to_bytes(), manifest.blobs)
-            for update, manifest in zip(updates, manifests, strict=True)
-        ]
-        publish_blobs(store, ingest, [model.data for model in new])
-        former = store.names.install(new, ingest=ingest, is_brought=False)
-        return manifests, former[-1] is not None
 
 
 def step_source(tensors: _Tensors, model: str) -> MemorySource:
