@@ -2,7 +2,9 @@
 
 Measures the time to the first token of a small model, in transformers and in mlx-lm, in a process that
 has imported them and in a new process. Also measures the private memory of a second process that serves
-the same model of 512 MiB, and the first token of one of 2 GB in new processes, in the page cache and not.
+the same model of 512 MiB, and the first token of one of 2 GB in new processes, in the page cache and not, and
+of one of 512 MiB on a slow mount. In transformers, a state that fastsafetensors or Run:ai's streamer has
+loaded from the folder is measured too, if they are installed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,13 @@ from tests.benchmarks.common import (
     warm,
     workspace,
 )
-from tests.benchmarks.loading import drop
+from tests.benchmarks.loading import Fastsafetensors, drop
+from tests.support import fuse_mount
 
 _PROMPT = "w1"
 _ROOT = Path(__file__).parents[2]
 _KINDS = ("transformers, folder", "transformers, store", "mlx-lm, folder", "mlx-lm, store")
+_FAST, _STREAMED = "transformers, fastsafetensors", "transformers, Run:ai's streamer"
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
 _LARGE = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 4096}
 _HUGE = {"num_hidden_layers": 15, "hidden_size": 2048, "intermediate_size": 8192}
@@ -72,10 +77,13 @@ def first_token(kind: str, folder: Path) -> object:
             model, tokenizer = load("m", store=store)
         mlx_lm.generate(model, tokenizer, _PROMPT, max_tokens=1)
         return model
-    if kind.endswith("folder"):
+    if not kind.endswith("store"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        if kind.endswith("folder"):
+            model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        else:
+            model = of_state(kind, folder / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     else:
         from blobstore.integrations.transformers import from_store, tokenizer_from_store
@@ -85,6 +93,31 @@ def first_token(kind: str, folder: Path) -> object:
     prompt = tokenizer(_PROMPT, return_tensors="pt")["input_ids"]
     model.generate(prompt, max_new_tokens=1, do_sample=False)
     return model
+
+
+def of_state(kind: str, folder: Path) -> Any:
+    """Return the model whose tensors another loader reads."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config, file = AutoConfig.from_pretrained(folder), folder / "model.safetensors"
+    nowhere: Any = None
+    made = partial(LlamaForCausalLM.from_pretrained, nowhere, config=config)
+    if kind == _FAST:
+        tensors = Fastsafetensors(file)
+        model: Any = made(state_dict=tensors)
+        model.loaded = tensors  # it frees their memory
+        return model
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(file))
+        return made(state_dict=dict(streamer.get_tensors()))
+
+
+def with_peers() -> tuple[tuple[str, ...], ...]:
+    """Return the kinds that are compared with each other."""
+    peers = {_FAST: "fastsafetensors", _STREAMED: "runai_model_streamer"}
+    return (*_KINDS[:2], *(kind for kind, name in peers.items() if find_spec(name))), _KINDS[2:]
 
 
 def serve(kind: str, small: str, folder: str) -> None:
@@ -135,8 +168,9 @@ def second_process(kind: str, small: Path, folder: Path) -> int:
 
 
 def add_large(parser: argparse.ArgumentParser) -> None:
-    """Add the option that measures the large model alone."""
+    """Add the options that measure one thing alone."""
     parser.add_argument("--large", action="store_true", help="measure a model of 2 GB alone")
+    parser.add_argument("--slow", action="store_true", help="measure a slow mount alone")
 
 
 def collected(work: Callable[[], object]) -> float:
@@ -177,7 +211,7 @@ def compare_large(folder: Path, count: int) -> None:
         ("in the page cache", lambda: warm(folder)),
         ("not in the page cache", chill),
     ):
-        for kinds in (_KINDS[:2], _KINDS[2:]):
+        for kinds in with_peers():
             print(f"First token of {nbytes / 1e9:.1f} GB {title}, whole process\n")
             cases = {
                 kind: partial(
@@ -188,12 +222,31 @@ def compare_large(folder: Path, count: int) -> None:
             table(rounds(cases, count, before), kinds[0])
 
 
+def compare_slow(folder: Path, place: Path, count: int) -> None:
+    """Print the tables of the first token on a mount with 1 ms per request and 200 MB/s."""
+    import torch
+
+    torch.set_num_threads(1)
+    place.mkdir()
+
+    def mounted(kind: str) -> float:
+        with fuse_mount.mounted(folder, place, delay=1e-3, rate=2e8) as mount:
+            return collected(partial(first_token, kind, mount.path))
+
+    for kinds in with_peers():
+        print("First token of 512 MiB on a slow mount, libraries imported\n")
+        table(rounds({kind: partial(mounted, kind) for kind in kinds}, count), kinds[0])
+
+
 def main() -> None:
     """Print the tables."""
     options = arguments(__doc__, add_large)
     with workspace(options.folder) as folder:
         if options.large:
             compare_large(make_model(folder / "huge", **_HUGE), options.rounds)
+            return
+        if options.slow:
+            compare_slow(make_model(folder / "large", **_LARGE), folder / "mount", options.rounds)
             return
         small = make_model(folder / "small", **_SMALL)
         compare(small, options.rounds)
