@@ -35,7 +35,7 @@ from blobstore.serve.tags import Tags
 from blobstore.serve.unprepared import NotPrepared, prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.manifests.lock_file import LockedModel
@@ -105,6 +105,8 @@ class Library:
         """Models that are being fetched, by the names that they will have."""
         self.awaited: Sequence[LockedModel] = ()
         """Models without which the server is not ready."""
+        self.limits: Callable[[], Collection[tuple[str, ...]]] = lambda: ()
+        """Returns the patterns of each token that opens some models only."""
         self._distrusted: dict[str, None] = {}
         self._allow = (tuple(allow),) if allow else ()
         """Groups of patterns, of each of which a name matches one."""

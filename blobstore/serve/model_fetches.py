@@ -130,7 +130,7 @@ class ModelFetches:
             name = asked.reference
             if is_damaged and asked.is_commit:  # it needs no other name
                 name = next(iter(self._names_of(key)), name)
-            stored = [] if is_damaged else self._stored(commit, found)
+            stored = [] if is_damaged else self._stored(name, found)
             # Only now, because all before it may end early: nobody else would release the claim.
             claim = self._limit.claim("@".join(key))
             arrival = Arrival(self._store, name, asked.repository, found, claim, self, stored)
@@ -160,16 +160,20 @@ class ModelFetches:
         here = prepared(lambda: self._library.placed(repository))
         return dict(names_of(self._library, here, commit))
 
-    def _stored(self, commit: str, found: FoundAt) -> list[Manifest]:
+    def _stored(self, reference: Reference, found: FoundAt) -> list[Manifest]:
         """Return what the store has of a commit, in all repositories: one may be another one that was renamed.
 
         Without what is restricted, if a peer has named the commit: it need not have the files.
         """
+        names: dict[Reference, Manifest] = {}
+        for one in self._fetched_commits():
+            if one[1] == found.commit:
+                names |= self._names_of(one)
+        return [names[one] for one in self._readable(reference, found, names)]
+
+    def _fetched_commits(self) -> Collection[Commit]:
         pulled = self._library.pulled
-        several = (*pulled.records(), *pulled.incomplete)
-        is_known = found.giver == UPSTREAM
-        same = [it for it in several if it[1] == commit and (is_known or pulled.is_public(it[0]))]
-        return [manifest for one in same for manifest in self._names_of(one).values()]
+        return {*pulled.records(), *pulled.incomplete}
 
     def _drop(self, arrival: Arrival) -> None:
         """Remove what a peer has given of a commit, also what can be restored of it.
@@ -224,18 +228,28 @@ class ModelFetches:
     ) -> AbstractContextManager[Iterator[PeerFiles]]:
         """See :class:`ArrivalHost`."""
         is_public = self._library.pulled.is_public(arrival.repository)
-        is_known, first = arrival.found.giver == UPSTREAM, arrival.found.peer
-        gives = (lambda _: True) if is_known else self._gives
-        return self.peers.files(arrival, size, first=first, others=is_public, gives=gives)
+        first, shared = arrival.found.peer, partial(self._shared, arrival)
+        return self.peers.files(arrival, size, first=first, others=is_public, shared=shared)
 
-    def _gives(self, blobs: Collection[Digest]) -> bool:
-        """Return whether each of some blobs is of a model that everyone may read."""
-        pulled = self._library.pulled
-        if not blobs or all(pulled.is_public(one.repository) for one in pulled.all()):
-            return True
-        everyone = Visible.of(self._library)
-        owners = owners_of(self._store, blobs).values()
-        return all(prepared(partial(everyone, names)) for names in owners)
+    def _shared(self, arrival: Arrival, blobs: Collection[Digest]) -> set[Digest]:
+        """Return those of some blobs that are of models which all clients may read that may read what arrives."""
+        owners = owners_of(self._store, blobs) if blobs else {}
+        readable = self._readable(arrival.reference, arrival.found, set().union(*owners.values()))
+        return {blob for blob, names in owners.items() if not readable.isdisjoint(names)}
+
+    def _readable(
+        self, reference: Reference, found: FoundAt, names: Iterable[Reference]
+    ) -> set[Reference]:
+        """Return those of some names that all clients may read that may read what arrives under another one."""
+        opened: set[Commit] = set()
+        for former, commit in self._fetched_commits() if found.giver == UPSTREAM else ():
+            name = self._library.pulled.present(former)
+            if commit == found.commit or (found.is_whole and name == found.repository):
+                opened.add((name, commit))
+        limited = map(self._library.only, self._library.limits())
+        readers = [one for one in limited if one.may_have(any_tag(reference))]
+        seen = prepared(partial(Visible.of(self._library, frozenset(opened)), list(names)))
+        return {one for one in seen if all(reader.is_allowed(one) for reader in readers)}
 
     def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""

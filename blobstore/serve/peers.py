@@ -189,7 +189,7 @@ class Peers:
         *,
         first: Peer | None = None,
         others: bool = True,
-        gives: Callable[[Collection[Digest]], bool] = lambda _: True,
+        shared: Callable[[Collection[Digest]], Collection[Digest]] = lambda blobs: blobs,
     ) -> Iterator[Iterator[PeerFiles]]:
         """Yield an iterator over answers: the files of a model, as some peers list them.
 
@@ -201,13 +201,13 @@ class Peers:
             size: bytes of its files. No more are fetched, of all versions together, but some for other blobs.
             first: another server to ask, such as an upstream that is ``blobstore serve``.
             others: whether the peers may hear of the model.
-            gives: whether a peer may list these blobs, which the store has, without sending them.
+            shared: which of some blobs that the store has are for all who may read the model. Peers have to send others.
         """
         fetched: set[str] = set()
         try:
             with contextlib.ExitStack() as stack:
                 sources = self._sources(wanted, first, stack, self.alive() if others else [])
-                yield self._all_files(wanted, size, sources, fetched, stack, gives)
+                yield self._all_files(wanted, size, sources, fetched, stack, shared)
         finally:
             with contextlib.suppress(BlobstoreError):
                 _, manifest = self._store.parse(wanted.reference)
@@ -224,19 +224,20 @@ class Peers:
         sources: Mapping[Digest, list[_Source]],
         fetched: set[str],
         stack: contextlib.ExitStack,
-        gives: Callable[[Collection[Digest]], bool],
+        shared: Callable[[Collection[Digest]], Collection[Digest]],
     ) -> Iterator[PeerFiles]:
         left = size * 1.1 + _SPARE
         # The version that most peers have comes first.
         for several in sorted(sources.values(), key=len, reverse=True):
             source = several[0].source
             missing = {one.digest.hex: one.size for one in self._missing(source.blobs)}
-            here = [one.digest for one in source.blobs if one.digest.hex not in missing]
-            fault = "too large" if sum(missing.values()) > left else ""
-            if not (fault or gives(here)):
-                fault = "it lists blobs of a restricted model"
-            if fault:
-                self._note(peer=several[0].peer.name, model=str(wanted.reference), error=fault)
+            here = [one for one in source.blobs if one.digest.hex not in missing]
+            known = shared([one.digest for one in here])
+            unproven = [one for one in here if one.digest not in known]
+            arriving = sum(missing.values()) + sum(one.size for one in unproven)
+            if arriving > left:
+                name = several[0].peer.name
+                self._note(peer=name, model=str(wanted.reference), error="too large")
                 continue
             # Until the caller has imported the model, the lease of this import keeps the blobs.
             ingest = stack.enter_context(self._store.ingest())
@@ -249,8 +250,9 @@ class Peers:
                 # After it is listed: either `close` aborts it, or this sees that the server is closed.
                 if self._is_closed:
                     return
-                left -= sum(missing.values())
+                left -= arriving
                 fetched.update(missing)
+                fetch.check_sent(unproven)
                 fetch.run(ingest)
                 files = model_files(self._store, source.manifest)
                 yield PeerFiles(files, [one.peer for one in several])
@@ -410,6 +412,17 @@ class PeerFetch:
         ingest.publish()
         # Only now: after a kill before this, the next attempt decodes them again.
         download.remove_cold_files()
+
+    def check_sent(self, blobs: Iterable[Descriptor]) -> None:
+        """Let peers send blobs that the store has: who only knows the digest of one does not get it for the model.
+
+        Raises:
+            BlobMissing, BlobDamaged: no peer has sent a blob with its digest.
+        """
+        for blob in blobs:
+            pieces = self.read(blob.digest, blob.size, 0, blob.size)
+            if Digest.of_pieces(memoryview(piece) for piece in pieces) != blob.digest:
+                raise BlobDamaged(f"the peer has sent other bytes than those of {blob.digest}")
 
     def _cold_layers(self) -> Mapping[Digest, ColdLayer]:
         """Return the compressed forms that one of the peers has."""

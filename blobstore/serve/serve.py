@@ -114,6 +114,11 @@ def serve(
     tokens: Watched[Access] | None = None
     if token_file is not None:
         tokens = Watched([Path(token_file)], partial(_read_tokens, Path(token_file)), lines.note)
+
+    def access() -> Access:
+        return fixed if tokens is None else tokens.value
+
+    library.limits = lambda: {one.models for one in access().tokens or () if one.models}
     tls = _certificate(tls_cert, tls_key, lines)
     watched = [one for one in (tokens, tls) if one is not None]
 
@@ -127,9 +132,6 @@ def serve(
                 library, upstream, peers, fresh=fresh, token=token, max_size=max_size, log=lines
             )
             stack.enter_context(contextlib.closing(through))
-
-        def access() -> Access:
-            return fixed if tokens is None else tokens.value
 
         def respond(request: Request, metrics: Callable[[], str]) -> Response:
             def all_metrics() -> str:

@@ -182,11 +182,21 @@ def test_a_model_that_was_brought_and_is_fetched_by_now_is_for_its_readers(
         assert not {server.request(one)[0] for one in targets} & {200, 206}
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_peer_gives_nothing_by_its_digest_alone(
-    is_same: bool, hub: HubServer, store: LocalStore, tmp_path: Path
+@pytest.mark.parametrize(
+    ("hidden", "by"),
+    [
+        ("gated", "--peers"),
+        ("commit", "--peers"),
+        ("--allow", "--peers"),
+        ("--allow", "--upstream"),
+        ("token", "--upstream"),
+    ],
+)
+def test_a_server_gives_nothing_by_its_digest_alone(
+    hidden: str, by: str, hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
-    """A lying peer lists the digest of a gated file, which the Hub shows to everyone, under another name."""
+    """A lying server lists the digest of a file that its client may not read, under another name, and sends no byte."""
+    is_own = hidden in ("--allow", "token")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "model.bin").write_bytes(secret := random.Random(1).randbytes(50_000))
     repo = hub.add(NAME, tmp_path / "secret", token="hf_right")
@@ -195,7 +205,7 @@ def test_a_peer_gives_nothing_by_its_digest_alone(
     manifest = Manifest(
         config=Descriptor(media_types.CONFIG, config, 2), layers=(layer,)
     ).to_bytes()
-    commit = repo.commit if is_same else commit_of(Digest.of(manifest))
+    commit = repo.commit if hidden == "commit" else commit_of(Digest.of(manifest))
     info = {"id": "evil/m", "sha": commit, "siblings": [{"rfilename": "model.bin"}]}
     answers = {
         "/api/models/evil/m/revision/main": json.dumps(info).encode(),
@@ -207,18 +217,28 @@ def test_a_peer_gives_nothing_by_its_digest_alone(
     def answer(received: Received) -> bytes:
         data = answers.get(received.path.partition("?")[0])
         kind = {"content_type": media_types.MANIFEST} if data == manifest else {}
-        return reply(404) if data is None else reply(200, data, **kind)
+        if received.method == "HEAD":
+            return reply(200, server="blobstore", x_repo_commit=commit)
+        return reply(404) if data is None else reply(200, data, server="blobstore", **kind)
 
     target = FILE.replace("model.safetensors", "model.bin")
-    with serving(store, tmp_path, "--upstream", hub.url) as server:
-        assert server.request(target, Authorization=RIGHT)[0] == 200
-        server.wait_for_log("written")
+    options = {"--allow": ["--allow", "evil/*"], "token": [f"--token-file={tmp_path / 'tokens'}"]}
+    (tmp_path / "tokens").write_text("models=evil/* a-limited-token\n")
+    right = "Bearer a-limited-token" if hidden == "token" else ""
+    if is_own:
+        (made(tmp_path / "own", 1) / "vocab.txt").write_bytes(secret)
+        create(tmp_path / "own", NAME, store=store)
+        assert blob in [one.digest for one in store.resolve(NAME).blobs]
+    else:
+        with serving(store, tmp_path, "--upstream", hub.url) as server:
+            assert server.request(target, Authorization=RIGHT)[0] == 200
+            server.wait_for_log("written")
     with (
-        RawServer(answer) as peer,
-        serving(store, tmp_path, "--peers", f"http://{peer.host}") as server,
+        RawServer(answer) as liar,
+        serving(store, tmp_path, by, f"http://{liar.host}", *options.get(hidden, [])) as server,
     ):
         with contextlib.suppress(http.client.IncompleteRead):
-            assert server.request(target.replace(NAME, "evil/m"))[2] != secret
+            assert server.request(target.replace(NAME, "evil/m"), Authorization=right)[2] != secret
         server.wait_for_log("error")
         assert not store.has_model("evil/m")
 
