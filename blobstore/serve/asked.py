@@ -14,7 +14,7 @@ from blobstore.serve.unprepared import prepared
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
@@ -141,11 +141,6 @@ def check_given(library: Library, reference: Reference) -> None:
         raise NameTaken(f"{reference} stands for something else here")
 
 
-def hidden_copies(library: Library, names: Sequence[Reference], everyone: Visible) -> list[Asked]:
-    """Return the restricted models that names of the operator's are copies of. Raises NotPrepared."""
-    return _hidden(library.origins(names).values(), everyone)
-
-
 def hidden_versions(
     library: Library, repository: Reference, asked: Asked, everyone: Visible
 ) -> list[Asked]:
@@ -154,11 +149,12 @@ def hidden_versions(
     Raises NotPrepared.
     """
     versions = library.at_commit(any_tag(repository), asked.revision)
-    hidden = _hidden((one.origin for one in versions), everyone)
+    hidden = hidden_copies((one.origin for one in versions), everyone)
     return [one for one in hidden if one.repository != asked.repository]
 
 
-def _hidden(origins: Iterable[Origin | None], everyone: Visible) -> list[Asked]:
+def hidden_copies(origins: Iterable[Origin | None], everyone: Visible) -> list[Asked]:
+    """Return the restricted models among those that models of the operator's are copies of."""
     commits = {(one.repository, one.commit) for one in origins if one and not everyone.shows(one)}
     repositories = ((repository_of(*one.split("/")), commit) for one, commit in sorted(commits))
     several = (Asked.of(one, commit) for one, commit in repositories if one)

@@ -29,6 +29,7 @@ from blobstore.serve.made_digests import signed_at
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import file_digests, model_files
 from blobstore.serve.names import DERIVED, HEAD, IMAGE, MAIN, any_tag
+from blobstore.serve.ownership import Ownership, Ownerships
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
 from blobstore.serve.tags import Tags
@@ -120,6 +121,7 @@ class Library:
         self._protection = Protection(store)
         self.tags = Tags(store, self._described)
         self._commits = Commits(store, self.pulled, self.tags)
+        self._ownerships = Ownerships(store, self.tags, self.pulled, self._commits.origins)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -178,6 +180,15 @@ class Library:
         """
         is_taken = self.store.manifest_version(reference) or self.store.is_gone(reference)
         return bool(is_taken) and not self.pulled.has_given(reference)
+
+    def ownership(self, name: Reference, *, is_one: bool = False) -> Ownership:
+        """Return whose the names of a repository are that are served to somebody, or whose one is. Raises NotPrepared."""
+        found = self._ownerships.of_name(name) if is_one else self._ownerships.of(name)
+        if not self._allow:
+            return found
+        tags, fetched = (list(filter(self.is_allowed, names)) for names in found[:2])
+        copies = {name: one for name, one in found.copies.items() if self.is_allowed(name)}
+        return Ownership(tags, fetched, copies)
 
     def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
         """Return the models of a repository that are being fetched, by names that are not the operator's by now."""
@@ -289,7 +300,7 @@ class Library:
         Otherwise it is this one, spelled as at the upstream. Raises NotPrepared.
         """
         found = self.spelled(repository)
-        return found if any(map(self.is_own, self.tags.of(found))) else repository
+        return found if self._ownerships.of(found).has_own else repository
 
     def is_other_case(self, reference: Reference) -> bool:
         """Return whether a name that is not there differs from one that is in case only. Raises NotPrepared."""

@@ -243,8 +243,7 @@ class PullThrough:
         name = self._renamed.get(any_tag(repository)) or repository_of(*known.split("/"))
         if name is None or name == repository or self._library.placed(name) == repository:
             return name or repository
-        tags = self._library.stored_tags(repository) if is_whole else []
-        return repository if any(map(self._library.is_own, tags)) else name
+        return repository if is_whole and self._library.ownership(repository).has_own else name
 
     def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
         """Return the fetched version that is damaged: the requested one, or the recent one with this blob.
@@ -375,12 +374,14 @@ class PullThrough:
         has_upstream = self._upstreams.has_upstream
         if has_upstream and (asked is None or not asked.is_commit):
             # They are not read here: an error about a damaged one would reveal it.
-            names = [asked.reference] if asked else self._library.stored_tags(repository)
-            if not names or not all(map(self._library.is_own, names)):
+            names, fetched, origins = self._library.ownership(
+                asked.reference if asked else repository, is_one=bool(asked)
+            )
+            if fetched or not names:
                 return None
             if not is_named:
                 return everyone if everyone(names) else None
-            copies = hidden_copies(self._library, names, everyone)
+            copies = hidden_copies(origins.values(), everyone)
             # Clients without a token may read no restricted model, and need not wait for what the upstream says of it.
             if not copies or (not token and everyone(names)):
                 return everyone
