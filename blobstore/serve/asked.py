@@ -10,7 +10,7 @@ from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.names import HEAD, MAIN, any_tag, name_of, repository_of
-from blobstore.serve.unprepared import prepared
+from blobstore.serve.unprepared import OnlyHere, prepared
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
 if TYPE_CHECKING:
@@ -118,6 +118,44 @@ def stored_origin(library: Library, asked: Asked) -> Origin | None:
             return next((one for one in origins if (one.repository, one.commit) == commit), None)
         return library.pulled.origin(library.store.resolve(asked.reference))
     return None
+
+
+def damaged_versions(library: Library, repository: Reference) -> Iterator[tuple[Asked, float]]:
+    """Yield the fetched versions of a repository that could not be read lately, and since when."""
+    for name, since in list(library.damaged.items()):
+        if any_tag(name) == any_tag(repository):
+            for one in _fetched(repository, stored_origin(library, Asked.named(name))):
+                yield one, since
+
+
+def to_heal(
+    library: Library, repository: Reference, asked: Asked | None, digest: str, *, is_possible: bool
+) -> Asked:
+    """Return the fetched version that is damaged: the requested one, or one with this digest.
+
+    Raises:
+        OnlyHere: it is the operator's, or no upstream can heal it.
+    """
+    asked = asked or next(_versions_with(library, repository, digest), None)
+    found = asked.healed(library) if asked and is_possible else None
+    if found is None:
+        raise OnlyHere("it is a model of the store's own")
+    return found
+
+
+def _versions_with(library: Library, repository: Reference, digest: str) -> Iterator[Asked]:
+    """Yield the fetched versions of a repository that have a digest, or could not be read, so that they may have it."""
+    for artifact in library.prepared_artifacts(repository):
+        if digest in map(str, artifact.digests()):
+            yield from _fetched(repository, artifact.origin)
+    for one, _ in damaged_versions(library, repository):
+        yield one
+
+
+def _fetched(repository: Reference, origin: Origin | None) -> Iterator[Asked]:
+    """Yield the version of an origin, unless the user has brought it."""
+    if origin and not origin.brought and (found := Asked.of(repository, origin.commit)):
+        yield found._replace(repository=origin.repository)
 
 
 def names_of(

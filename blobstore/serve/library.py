@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import DEFAULT_TAG, Reference, name_matches
@@ -108,6 +109,8 @@ class Library:
         """Models without which the server is not ready."""
         self.limits: Callable[[], Collection[tuple[str, ...]]] = lambda: ()
         """Returns the patterns of each token that opens some models only."""
+        self.damaged: dict[Reference, float] = {}
+        """The names whose artifacts could not be made, because something is missing or damaged, and since when."""
         self._distrusted: dict[str, None] = {}
         self._allow = (tuple(allow),) if allow else ()
         """Groups of patterns, of each of which a name matches one."""
@@ -433,7 +436,7 @@ class Library:
         return key
 
     def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
-        with self._turn(self._large, version.size) as is_next:
+        with self._turn(self._large, version.size) as is_next, self._noting_damage(reference):
             if not is_next:
                 return
             model = ModelFiles.of(reference, self.store)
@@ -466,8 +469,19 @@ class Library:
 
     def _described(self, reference: Reference) -> Iterable[Digest]:
         """Return the digests of all manifests and blobs of a tag."""
-        model = ModelFiles.of(reference, self.store)
-        return make_artifact(self.store, reference, model).digests()
+        with self._noting_damage(reference):
+            model = ModelFiles.of(reference, self.store)
+            return make_artifact(self.store, reference, model).digests()
+
+    @contextlib.contextmanager
+    def _noting_damage(self, reference: Reference) -> Iterator[None]:
+        """Note that the model of a name cannot be read if the block finds it damaged."""
+        try:
+            yield
+        except Damaged:
+            bounded(self.damaged)[reference] = time.monotonic()
+            raise
+        self.damaged.pop(reference, None)
 
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest

@@ -27,7 +27,15 @@ from blobstore.core import capacity
 from blobstore.errors import InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
-from blobstore.serve.asked import Asked, Known, hidden_copies, hidden_versions, stored_origin
+from blobstore.serve.asked import (
+    Asked,
+    Known,
+    damaged_versions,
+    hidden_copies,
+    hidden_versions,
+    stored_origin,
+    to_heal,
+)
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.expiring import MAX_KNOWN, Expiring, narrowed
 from blobstore.serve.find_upstream import Upstreams
@@ -44,7 +52,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotAsked, NotFetched, OnlyHere, wait_for
+from blobstore.serve.unprepared import NotAsked, NotFetched, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
@@ -195,7 +203,8 @@ class PullThrough:
                 asked = self._asked(repository, revision, name, is_tag=is_tag)
                 visible = self._settled(request, repository, asked, token, is_named=True)
         if visible is None and request.damaged:
-            asked = self._fetched(repository, asked, target.segments[-1])
+            digest, is_possible = target.segments[-1], self._upstreams.has_upstream
+            asked = to_heal(self._library, repository, asked, digest, is_possible=is_possible)
         if visible is None:
             visible = (
                 self._repository(repository, name, token, target, request.damaged)
@@ -244,23 +253,6 @@ class PullThrough:
         if name is None or name == repository or self._library.placed(name) == repository:
             return name or repository
         return repository if is_whole and self._library.ownership(repository).has_own else name
-
-    def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
-        """Return the fetched version that is damaged: the requested one, or the recent one with this blob.
-
-        Raises:
-            OnlyHere: it was not fetched.
-        """
-        for artifact in self._library.prepared_artifacts(repository) if asked is None else ():
-            origin = artifact.origin
-            if origin and not origin.brought and digest in map(str, artifact.digests()):
-                asked = Asked.of(repository, origin.commit)
-                asked = asked and asked._replace(repository=origin.repository)
-        has_upstream = self._upstreams.has_upstream
-        found = asked.healed(self._library) if asked and has_upstream else None
-        if found is not None:
-            return found
-        raise OnlyHere("it is a model of the store's own")
 
     def _revision(self, asked: Asked, token: str, damaged: float, *, needs_all: bool) -> Visible:
         """Return the same as :meth:`_version`, also of a revision that can be no name here: of that, its commit is asked."""
@@ -433,6 +425,9 @@ class PullThrough:
         visible = self._readable(repository, name_of(name), token)
         is_digest = target.is_of_registry and target.segments[-2] != "tags"
         if is_digest and visible.has(repository):
+            for one, since in damaged_versions(self._library, repository):
+                with contextlib.suppress(Refusal):  # other versions may have what is asked for
+                    self._version(one, token, since, needs_all=True)
             return visible
         main = self._asked(repository, MAIN, name)
         if main is not None and not self._library.is_own(main.reference):

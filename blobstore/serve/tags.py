@@ -216,9 +216,14 @@ class Tags:
         return found
 
     def list_again(self, repository: Reference) -> None:
-        """List a repository again: it has other tags than a moment before, which its version need not show."""
+        """List a repository again: it has other tags, or repaired ones, which its version need not show."""
         self._changes += 1  # first: who lists it now looks at that last
         self._folders.pop(self._path(repository), None)
+        manifests = self._manifests.get(self._path(repository), _Manifests())
+        for one in list(manifests.known.values()):
+            if one.made is not None and not one.made.numbers:  # it was damaged
+                one.made = None
+        manifests.look()
 
     def tidy(self) -> None:
         """Forget tags that are gone, and note what was described. Call it from time to time, on a thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,28 @@ def test_a_registry_gives_a_damaged_blob_when_it_was_fetched_again(
         until(lambda: get(server, f"/v2/{NAME}/blobs/{digest}") == (200, data))
         statuses = {one.get("status") for one in server.log() if "blobs" in one.get("path", "")}
         assert not statuses & {500, 404}
+
+
+@pytest.mark.parametrize("asks_for", ["blob", "config"])
+def test_a_registry_gives_each_blob_by_its_digest_after_a_restart_though_another_is_missing(
+    hub: HubServer, cache: LocalStore, tmp_path: Path, asks_for: str
+) -> None:
+    options = ("--upstream", hub.url)
+    with serving(cache, tmp_path, *options) as server:
+        manifest = json.loads(get(server, f"/v2/{NAME}/manifests/latest")[1])
+    # No manifest of the store names the config that registries have, which is made of blobs.
+    digest = manifest["config"]["digest"]
+    if asks_for == "blob":
+        digest = blob_path(cache, "a", NAME).name.replace("-", ":")
+    blob_path(cache, "z", NAME).unlink()
+    target = f"/v2/{NAME}/blobs/{digest}"
+    with serving(cache, tmp_path, *options) as server:
+        if asks_for == "config":  # one that nothing has, so that the damage is found
+            assert get(server, f"/v2/{NAME}/blobs/sha256:{'0' * 64}")[0] == 404
+        until(lambda: get(server, target)[0] == 200)
+        statuses = {one.get("status") for one in server.log() if one.get("path") == target}
+        assert not statuses & {404, 500}
+    assert not verify_models(NAME, store=cache).faults
 
 
 def test_intact_files_are_served_while_the_upstream_is_away(
