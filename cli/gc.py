@@ -114,9 +114,8 @@ def _objects_as_text(collected: CollectedObjects, *, dry_run: bool) -> Iterator[
     if dry_run or output.is_verbose():
         for item in collected.removed:
             yield f"{verb} {render.cell(item.key)} ({render.human_bytes(item.size)})"
-    blobs = render.count_of(len(collected.removed), "blob")
-    size = render.human_bytes(collected.size)
-    yield f"{verb} {blobs}, {size} in all" if collected.removed else "nothing to remove"
+    blobs = sum(item.key.startswith("blobs/") for item in collected.removed)
+    yield _total(verb, blobs, len(collected.removed) - blobs, collected.size)
     for count, why in (
         (collected.young, "too young; with --older-than 0s at once"),
         (collected.leased, "in use by imports"),
@@ -135,21 +134,23 @@ def _as_text(collected: Collected, *, dry_run: bool) -> Iterator[str]:
         for kept in collected.kept_blobs:
             size = render.human_bytes(kept.size)
             yield f"kept {render.cell(kept.path)} ({size}): {_reason([kept])}"
-    if collected.blobs or collected.leftovers:
-        blobs = render.count_of(len(collected.blobs), "blob")
-        others = render.count_of(len(collected.leftovers), "other file")
-        files = f"{blobs} and {others}" if collected.leftovers else blobs
-        yield f"{verb} {files}, {render.human_bytes(collected.size)} in all"
-    elif collected.folders:
+    if collected.folders and not (collected.blobs or collected.leftovers):
         yield f"{verb} {render.count_of(len(collected.folders), 'empty folder')}"
     else:
-        yield "nothing to remove"
+        yield _total(verb, len(collected.blobs), len(collected.leftovers), collected.size)
     groups: dict[tuple[str, tuple[int, ...]], list[KeptBlob]] = {}
     for kept in collected.kept_blobs:
         groups.setdefault((kept.reason, kept.processes), []).append(kept)
     for group in groups.values():
         size = render.human_bytes(sum(kept.size for kept in group))
         yield f"kept {render.count_of(len(group), 'blob')}, {size}: {_reason(group)}"
+
+
+def _total(verb: str, blobs: int, others: int, size: int) -> str:
+    if not blobs and not others:
+        return "nothing to remove"
+    more = f" and {render.count_of(others, 'other file')}" if others else ""
+    return f"{verb} {render.count_of(blobs, 'blob')}{more}, {render.human_bytes(size)} in all"
 
 
 def _reason(blobs: Sequence[KeptBlob]) -> str:

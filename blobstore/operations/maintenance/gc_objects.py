@@ -42,7 +42,7 @@ class CollectedObjects:
     """The result of :func:`collect_objects`."""
 
     removed: tuple[ObjectInfo, ...] = field(repr=False)
-    """Blobs that were deleted, or would be."""
+    """Blobs that were deleted, or would be, and notes about manifests that no name has."""
     young: int
     """Blobs that no manifest references, but that are too young."""
     leased: int
@@ -54,7 +54,7 @@ class CollectedObjects:
 
     @property
     def size(self) -> int:
-        """Bytes of the deleted blobs."""
+        """Bytes of what was deleted."""
         return sum(item.size for item in self.removed)
 
 
@@ -71,7 +71,7 @@ def collect_objects(
         address: the store, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``.
         older_than: keep blobs that were written within this many seconds, or within a text such as ``1h``.
         dry_run: delete nothing; report what would be deleted.
-        force: delete even if there are no manifests, or if these are over 90 % of all blobs.
+        force: delete even if there are no manifests, or if over 90 % of the bytes of all blobs would go.
 
     Returns:
         what was removed or kept, with sizes in bytes.
@@ -115,7 +115,7 @@ def collect_objects(
         refusal = _refusal(store, blobs, removable, references)
         if refusal and not (force or dry_run):
             raise ImplausibleGarbage(refusal, advice="if that is right, pass force=True")
-        # Of manifests that no name has these are of no use.
+        # Notes about manifests that no name has are of no use.
         removable += [
             item
             for item in notes

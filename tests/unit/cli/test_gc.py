@@ -87,7 +87,7 @@ def test_rejects_invalid_times(stored: LocalStore, time: str) -> None:
 
 @pytest.mark.parametrize("time", ["0s", "90 m", "1.5h", "2d", "1w"])
 def test_takes_times_in_all_units(stored: LocalStore, time: str) -> None:
-    run("gc", "--older-than", time)
+    assert run("gc", "--older-than", time).stdout == "nothing to remove\n"
 
 
 def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) -> None:
@@ -112,3 +112,15 @@ def test_waits_no_longer_than_the_option_says(stored: LocalStore, options: tuple
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
     run("gc")
     assert not store.root.exists()
+
+
+def test_notes_about_manifests_in_a_bucket_are_not_counted_as_blobs(
+    stored: LocalStore, tmp_path: Path
+) -> None:
+    place = f"file://{tmp_path}/bucket"
+    run("push", "dense", place, "--cold")
+    blobs = len(list((tmp_path / "bucket/blobs").iterdir()))
+    run("rm", f"{place}/dense")
+    removed = run("gc", "--remote", place, "--older-than=0s", "--force").stdout
+    assert removed.startswith(f"removed {blobs} blobs and 1 other file, ")
+    assert not list((tmp_path / "bucket/blobs").iterdir())
