@@ -29,7 +29,7 @@ class OllamaModel(NamedTuple):
     """Its manifest, byte for byte."""
     manifest: Manifest
     readers: Mapping[Digest, Callable[[], Pieces]]
-    """Return the bytes of each of its blobs from the first one on, unchecked."""
+    """What yields the bytes of each of its blobs, unchecked."""
 
 
 def ollama_model(store: LocalStore, model: ModelContents) -> OllamaModel | None:

@@ -23,7 +23,7 @@ _COSIGN: Final = b"-----BEGIN ENCRYPTED COSIGN PRIVATE KEY-----"
 _SIGSTORE: Final = b"-----BEGIN ENCRYPTED SIGSTORE PRIVATE KEY-----"
 
 Passphrase = str | bytes
-"""The encryption of an encrypted private key."""
+"""What an encrypted private key is decrypted with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -84,7 +84,7 @@ def collect_garbage(
         older_than: keep files that were written within this many seconds, or within a text such as ``1h``;
             by default an hour for blobs, and a week for unfinished downloads.
         dry_run: remove nothing; report what would be removed.
-        force: remove blobs even if there are no manifests, if these are over 90 % of all blobs, or if they are
+        force: remove blobs even if there are no manifests, if over 90 % of all blobs would go, or if they are
             those of names whose manifests are lost; such names are forgotten.
 
     Returns:
