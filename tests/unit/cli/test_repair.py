@@ -159,7 +159,8 @@ def test_options_choose_the_part_of_a_source(store: LocalStore, tmp_path: Path) 
     choice = ("--weights", "*fp16*")
     run("create", source, "m", *choice)
     flip(blob_path(store, PLAIN))
-    run("repair", "--from", source, *choice)
+    assert "rewrote layer" in run("repair", "--from", source, *choice).stdout
+    run("verify")
 
 
 def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_missing_model_cannot_be_repaired(stored: LocalStore, dense: Path) -> 
 
 
 def test_a_missing_source_is_not_found(stored: LocalStore) -> None:
-    run("repair", "--from", "nowhere", exit_code=3)
+    assert "'nowhere'" in run("repair", "--from", "nowhere", exit_code=3).stderr
 
 
 def test_the_store_itself_is_no_source(stored: LocalStore) -> None:

@@ -64,7 +64,7 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_server
 @pytest.mark.usefixtures("no_home", "stored")
 def test_a_server_that_reads_the_store_needs_no_home_folder() -> None:
-    run("run", "dense", "--with", "mlx-lm", "--dry-run")
+    assert " dense:latest --store " in run("run", "dense", "--with", "mlx-lm", "--dry-run").stdout
 
 
 @pytest.mark.usefixtures("no_home", "store")

@@ -134,8 +134,8 @@ def test_force_replaces_another_model_of_the_name(store: LocalStore, path: Path)
 
 
 def test_exits_with_3_if_the_file_or_model_is_missing(store: LocalStore, path: Path) -> None:
-    run("unpack", path.with_name("none.bsar"), exit_code=3)
-    run("unpack", path, "other", exit_code=3)
+    assert "none.bsar'" in run("unpack", path.with_name("none.bsar"), exit_code=3).stderr
+    assert "'other:latest'" in run("unpack", path, "other", exit_code=3).stderr
 
 
 def test_verify_only_and_force_contradict_each_other(store: LocalStore, path: Path) -> None:

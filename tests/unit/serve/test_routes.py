@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import InvalidManifest
 from blobstore.serve.access import Access, Token
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
@@ -90,7 +90,7 @@ def test_an_unknown_address_is_absent(library: Library) -> None:
 
 def test_a_damaged_model_is_an_error_of_the_server(library: Library) -> None:
     library.store.manifest_path("org/model").write_bytes(b"{")
-    with pytest.raises(BlobstoreError):
+    with pytest.raises(InvalidManifest, match="org/model"):
         ask(library, "/api/models/org/model")
 
 

@@ -92,10 +92,10 @@ def test_rejects_files_of_other_kinds(data: bytes) -> None:
 def test_reads_no_file_that_is_too_large_missing_or_a_folder(tmp_path: Path) -> None:
     large = tmp_path / "large.pem"
     large.write_bytes(bytes(20_000))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match=r"no key file '.*none.pem'"):
         read_key(tmp_path / "none.pem")
-    for path in (large, tmp_path):
-        with pytest.raises(BlobstoreError):
+    for path, why in ((large, "large"), (tmp_path, "regular file")):
+        with pytest.raises(BlobstoreError, match=why):
             read_key(path)
 
 

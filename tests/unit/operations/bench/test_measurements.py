@@ -94,7 +94,7 @@ def test_an_error_of_optional_ways_is_one_notice() -> None:
     ]
     assert len(measure_all(runs, None, notices)) == 1
     assert notices == ["not all was measured: the device is out of memory"]
-    with pytest.raises(BlobstoreError):
+    with pytest.raises(BlobstoreError, match="out of memory"):
         measure_all([Run(measure=fail, size=1)], None, notices)
 
 
