@@ -137,7 +137,7 @@ def _hash_files(
     by_name = {tensor.spec.name: tensor for tensor in tensors}
     verified = VerifiedBlobs(store)
     needed = {by_name[name].layer.id for file in files for name in file.offsets}
-    unknown = {blob for blob in needed if not (verified.has(*blob) or verified.has_cold(*blob))}
+    unknown = verified.unknown(needed)
     total = sum(by_name[name].spec.nbytes for file in files for name in file.offsets)
     pool = WorkerPool(jobs, progress, total)
 
@@ -171,7 +171,9 @@ class _Check(NamedTuple):
 class _BlobChecks:
     """Reads the tensors of a file, and hashes their blobs on the way: each is decoded once for both digests."""
 
-    def __init__(self, store: LocalStore, unknown: set[BlobId], verified: VerifiedBlobs) -> None:
+    def __init__(
+        self, store: LocalStore, unknown: set[tuple[Digest, int]], verified: VerifiedBlobs
+    ) -> None:
         """Read blobs of ``store``. Those that are checked here are removed from ``unknown``, which files share."""
         self._store, self._unknown, self._verified = store, unknown, verified
         self._open: dict[BlobId, _Check] = {}

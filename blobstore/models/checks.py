@@ -88,8 +88,8 @@ def check_blobs(
         blobs: Sequence[Descriptor] = [blob for blob in parsed.blobs if blob.digest not in deferred]
         verified = store.verified_blobs()
         if verify == "digest":
-            has, has_cold = verified.has, verified.has_cold
-            blobs = [blob for blob in blobs if not (has(*blob.id) or has_cold(*blob.id))]
+            unknown = verified.unknown(blob.id for blob in blobs)
+            blobs = [blob for blob in blobs if blob.id in unknown]
         hashed = len(blobs)
         for blob, damage in damaged_blobs(store, blobs, progress=progress, verified=verified):
             raise damage.at(f"layer {quote(blob.name or blob.media_type)}")

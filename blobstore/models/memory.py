@@ -221,14 +221,10 @@ class ModelMemory:
         if self._is_used or not (self._is_read or is_populated):
             return set()
         slots = {slot for slot in range(len(self._blobs)) if not self._is_remote(slot)}
-        has, has_cold = self._verified.has, self._verified.has_cold
-        self._unverified = {
-            slot
-            for slot in slots
-            for blob in [self._blobs[slot]]
-            if again or not (has(*blob) or has_cold(*blob))
-        }
-        return {self._blobs[slot][0] for slot in slots}
+        blobs = {self._blobs[slot] for slot in slots}
+        unknown = blobs if again else self._verified.unknown(blobs)
+        self._unverified = {slot for slot in slots if self._blobs[slot] in unknown}
+        return {digest for digest, _ in blobs}
 
     @cached_property
     def _verified(self) -> VerifiedBlobs:

@@ -38,7 +38,7 @@ from blobstore.core.fork import cached_property
 from blobstore.errors import BlobstoreError, Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from blobstore.store.blobs import BlobReader
@@ -73,14 +73,14 @@ class VerifiedBlobs:
         self._path = store._layout.verified(os.geteuid())
         self._new: dict[str, FileVersion | None] = {}
 
-    def has(self, digest: Digest, size: int) -> bool:
+    def has(self, digest: Digest, size: int, table: _Table | None = None) -> bool:
         """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
-        known = self._known(digest.hex)
+        known = self._known(digest.hex, table)
         if known is None:
             return False
         return known == _version(self._store.blob_path(digest)) and known.size == size
 
-    def has_cold(self, digest: Digest, size: int) -> bool:
+    def has_cold(self, digest: Digest, size: int, table: _Table | None = None) -> bool:
         """Return whether the blob is cold alone, and its files are unchanged since it was found intact."""
         if self._store.has_hot(digest) or not self._store.has_cold(digest):
             return False
@@ -88,8 +88,17 @@ class VerifiedBlobs:
             _, state = self._open_cold(digest, size)
         except BlobstoreError:
             return False
-        known = self._known(state.key)
+        known = self._known(state.key, table)
         return known is not None and known == state.versions[0]
+
+    def unknown(self, blobs: Iterable[tuple[Digest, int]]) -> set[tuple[Digest, int]]:
+        """Return the blobs that neither :meth:`has` nor :meth:`has_cold` knows. The cache is opened once."""
+        with _opened(self._path) as table:
+            return {
+                blob
+                for blob in blobs
+                if not (self.has(*blob, table) or self.has_cold(*blob, table))
+            }
 
     @property
     def is_kept(self) -> bool:
@@ -187,9 +196,9 @@ class VerifiedBlobs:
             for page in old.all() if old else ():
                 new.put(dict(_records(page)))
 
-    def _known(self, key: str) -> FileVersion | None:
-        with _opened(self._path) as table:
-            return table.get(key) if table else None
+    def _known(self, key: str, table: _Table | None = None) -> FileVersion | None:
+        with contextlib.nullcontext(table) if table else _opened(self._path) as found:
+            return found.get(key) if found else None
 
     @cached_property
     def _latest(self) -> int:

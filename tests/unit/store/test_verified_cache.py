@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_own
 from blobstore.errors import BlobDamaged, StoreError
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.freeze import freeze_models
@@ -194,6 +194,27 @@ def delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalStore, 
     note_cold(store, layer)
     assert VerifiedBlobs(store).has_cold(*layer.id)
     return store, layer
+
+
+def test_the_cache_is_opened_once_for_all_blobs_of_a_model(
+    delta: tuple[LocalStore, Descriptor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layer = delta
+    hot = Digest.of(DATA)
+    path_of(store, hot).write_bytes(DATA)
+    note(store, hot)
+    opened = list[Path]()
+
+    def noted(path: Path, access: int = os.O_RDONLY) -> Any:
+        opened.append(path)
+        return open_own(path, access)
+
+    monkeypatch.setattr(verified, "open_own", noted)
+    blobs = [(hot, SIZE), layer.id, (OTHER, 3), (hot, SIZE + 1)]
+    assert VerifiedBlobs(store).unknown(blobs) == {(OTHER, 3), (hot, SIZE + 1)}
+    assert opened == [cache_of(store)]
+    cache_of(store).unlink()
+    assert VerifiedBlobs(store).unknown(blobs) == set(blobs)
 
 
 def note_cold(store: LocalStore, layer: Descriptor) -> None:
