@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, NameTaken
+from blobstore.errors import BlobstoreError, NameTaken, RemoteError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arrivals import Arrival
@@ -27,6 +27,7 @@ from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import UPSTREAM
 from blobstore.serve.unprepared import prepared
 from blobstore.serve.visible import Visible
+from blobstore.store.fetched import mark_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -260,7 +261,13 @@ class ModelFetches:
             self._drop(arrival)
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
-        """See :class:`ArrivalHost`."""
+        """See :class:`ArrivalHost`. The record of a peer would open what was fetched of the commit for readers alone."""
+        key = (origin.repository, origin.commit)
+        if origin.peer and key not in self._library.pulled.records():
+            mark, stores = mark_of(key), (self._store, self._store.shared)
+            several = (data for one in stores if one for data in one.names.every_manifest())
+            if any(mark.encode() in data for data in several):
+                raise RemoteError(f"the store has {mark}, and only the upstream knows for whom")
         self._record(arrival.found, origin)
 
     def files_listed(self, arrival: Arrival) -> None:

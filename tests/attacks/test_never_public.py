@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.names import remove_models, rename_model
 from blobstore.serve.model_files import commit_of
 from blobstore.store.local import LocalStore
 from tests.attacks.test_clients_of_upstreams import FILE, NAME, RIGHT, fetch, made, until, weights
@@ -241,6 +243,54 @@ def test_a_server_gives_nothing_by_its_digest_alone(
             assert server.request(target.replace(NAME, "evil/m"), Authorization=right)[2] != secret
         server.wait_for_log("error")
         assert not store.has_model("evil/m")
+
+
+@pytest.mark.parametrize("name", [NAME, "my/copy"])
+def test_a_peer_that_names_the_commit_of_a_restricted_model_opens_it_under_no_name(
+    name: str, hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    """The records of fetches are lost. The peer has other files, and the commit is no secret."""
+    repo = hub.add(NAME, made(tmp_path / "source", 1), token="hf_right")
+    hub.branch(NAME, "v1", repo.folder).commit = repo.commit
+    fetched, secret = FILE.replace("main", "v1"), weights(tmp_path / "source")
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert server.request(fetched, Authorization=RIGHT)[2] == secret
+        server.wait_for_log("written")
+    if name != NAME:
+        rename_model(f"{NAME}:v1", f"{name}:v1", store=store)
+    shutil.rmtree(store.folder("pulled"))
+    junk = b'{"junk": 1}'
+    oid = hashlib.sha1(b"blob %d\0" % len(junk) + junk).hexdigest()
+    answers = {
+        f"/api/models/{NAME}/revision/main": {
+            "id": NAME,
+            "sha": repo.commit,
+            "siblings": [{"rfilename": "config.json"}],
+        },
+        f"/api/models/{NAME}/tree/{repo.commit}": [
+            {"type": "file", "path": "config.json", "size": len(junk), "oid": oid}
+        ],
+    }
+
+    def answer(received: Received) -> bytes:
+        path = received.path.partition("?")[0]
+        commit = {"x_repo_commit": repo.commit, "server": "blobstore"}
+        if "/resolve/" in path:
+            data = junk if received.method == "GET" else b""
+            return reply(200, data, content_length=len(junk), **commit)
+        found = answers.get(path)
+        return reply(404) if found is None else reply(200, json.dumps(found).encode(), **commit)
+
+    with (
+        RawServer(answer) as liar,
+        serving(store, tmp_path, "--peers", f"http://{liar.host}") as server,
+    ):
+        assert server.request(f"/{NAME}/resolve/main/config.json")[0] in {404, 502}
+        assert server.request(FILE.replace("main", repo.commit))[2] != secret
+    with serving(store, tmp_path) as plain:
+        for revision in ("v1", repo.commit):
+            target = FILE.replace(NAME, name).replace("main", revision)
+            assert plain.request(target)[0] == 404
 
 
 def test_no_peer_hears_of_a_restricted_model(
