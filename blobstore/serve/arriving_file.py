@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from blobstore.sources.hub_listing import ListedFile
 
 _PIECE = 1 << 20
+_TOLD_BYTES = 64 << 10
+"""Bytes after which readers are called."""
+_TOLD_SECONDS = 0.1
+"""Seconds after which they are called for fewer."""
 
 
 def max_files(limit: int) -> int:
@@ -120,6 +125,8 @@ class ArrivingFile:
         self._digester = digester_of(listed)
         self._lock = threading.Lock()
         self._callbacks: set[Callable[[], object]] = set()
+        self._told, self._told_at = 0, 0.0
+        """How many bytes there were, and when, as readers were last called."""
         self._error: BlobstoreError | None = None
         self._is_verified = False
         self.descriptor = -1
@@ -233,7 +240,11 @@ class ArrivingFile:
     def _advance(self, count: int) -> None:
         # After the bytes are in the file: readers read up to this.
         self.written += count
-        self._wake()
+        now = time.monotonic()
+        # A slow upstream sends small pieces. If each woke every reader, a thousand of them would stop all others.
+        if self.written - self._told >= _TOLD_BYTES or now - self._told_at >= _TOLD_SECONDS:
+            self._told, self._told_at = self.written, now
+            self._wake()
 
     def _wake(self) -> None:
         with self._lock:
@@ -258,7 +269,10 @@ class ArrivingFile:
 
     @contextlib.contextmanager
     def calling(self, on_change: Callable[[], object]) -> Iterator[None]:
-        """While the block runs, call a function on the fetching thread whenever bytes arrive or the fetch fails."""
+        """While the block runs, call a function on the fetching thread as bytes arrive, and when the fetch ends or fails.
+
+        Of bytes that arrive one after the other, it is called for some only. Those that no call was for can be read, too.
+        """
         with self._lock:
             self._callbacks.add(on_change)
         # After the callback is known, so that no bytes arrive unnoticed.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from blobstore.errors import BlobstoreError, DamagedSource, StoreError
+from blobstore.serve import arriving_file
 from blobstore.serve.arriving_file import ArrivingFile, Claim
 from blobstore.sources.hub_listing import ListedFile
 
@@ -127,6 +129,21 @@ def test_bytes_and_the_end_are_reported_to_readers(tmp_path: Path) -> None:
     file.fail(BlobstoreError("too late"))
     assert reports == ["x", "x"]
     assert wanted == ["file"]
+    assert file.readable(0) == len(DATA)
+
+
+def test_small_pieces_wake_readers_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving_file, "_TOLD_SECONDS", math.inf)
+    monkeypatch.setattr(arriving_file, "_TOLD_BYTES", 1000)
+    file, reports = arriving(tmp_path / "file"), []
+    with file.calling(lambda: reports.append(file.written)):
+        for place in range(0, len(DATA), 100):
+            file.append(DATA[place : place + 100])
+            assert file.readable(0) == min(place + 100, len(DATA) - 1), "others may read them"
+        file.finish()
+    assert reports == [1000, 2000, len(DATA)]
     assert file.readable(0) == len(DATA)
 
 
