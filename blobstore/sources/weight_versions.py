@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-_NAME: Final = re.compile(r"weight_v([0-9]{6,9})", re.ASCII)
+_NAME: Final = re.compile(r"weight_v([0-9]{6}|[1-9][0-9]{6,8})", re.ASCII)
 _NUMBER: Final = re.compile(r"[0-9]{1,9}", re.ASCII)
 _MAX_FILES: Final = 100_000
 _BUFFER: Final = 2**17

@@ -49,6 +49,7 @@ def test_only_folders_of_versions_count(tmp_path: Path) -> None:
     for name in (
         "weight_v1",
         "weight_v000001.tmp",
+        "weight_v0000013",
         "weight_v1234567890",
         "x",
         "weight_v\u0660\u0660\u0660\u0660\u0660\u0661",
