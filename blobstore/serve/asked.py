@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import BlobstoreError, InvalidReference, NameTaken
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_calls import tags_of
 from blobstore.serve.names import HEAD, MAIN, any_tag, name_of, repository_of
+from blobstore.serve.refusal import Refusal
 from blobstore.serve.unprepared import OnlyHere, prepared
 from blobstore.sources.hub_listing import COMMIT, REVISION
 
@@ -135,8 +137,12 @@ def to_heal(
 
     Raises:
         OnlyHere: it is the operator's, or no upstream can heal it.
+        Refusal: it was fetched again, and no version has the digest now.
     """
     asked = asked or next(_versions_with(library, repository, digest), None)
+    if asked is None and is_possible and not library.ownership(repository).has_own:
+        message = "it was missing here, and what was fetched again does not have it"
+        raise Refusal(HTTPStatus.BAD_GATEWAY, message=message)
     found = asked.healed(library) if asked and is_possible else None
     if found is None:
         raise OnlyHere("it is a model of the store's own")

@@ -302,7 +302,10 @@ class ModelFetches:
         key = (arrival.repository, arrival.commit)
         self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
-            self._library.forget(arrival.created.digest)
+            # What the commit was before may have had more files, which are missing now.
+            former = self._library.prepared_artifacts(arrival.reference)
+            several = [it for it in former if it.origin and it.origin.commit == arrival.commit]
+            self._library.forget_all(arrival.created.digest, *(one.model for one in several))
             self._library.tags.list_again(arrival.reference)
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)

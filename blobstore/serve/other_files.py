@@ -152,16 +152,17 @@ class OtherFiles:
         """
         self._library, self._limit, self._arrivals = library, limit, arrivals
         self._ask, self._note = ask, note
-        self._fetched = 0
+        self._fetched, self._is_closed = 0, False
         self._lock, self._counting = threading.Lock(), threading.Lock()
         """As those of :class:`ModelFetches`."""
         self._running: dict[_Key, OtherFile] = {}
         self._failures = Expiring[tuple[_Key, str], Refusal](_MAX_FAILURES)
         """By the client that it is about; everyone's are of fetches."""
 
-    def running(self) -> list[OtherFile]:
-        """Return the fetches that have not ended."""
+    def close(self) -> list[OtherFile]:
+        """Begin no more. Return those that have to be stopped."""
         with self._lock:
+            self._is_closed = True
             return list(self._running.values())
 
     def is_full(self) -> bool:
@@ -205,7 +206,7 @@ class OtherFiles:
             return
         at = any_tag(asked.reference)
         with self._lock:
-            if key in self._running:
+            if self._is_closed or key in self._running:
                 return
             claim = self._limit.claim("@".join(key))
             turns = (one.turn for one in self._running.values() if one.at == at)

@@ -131,7 +131,7 @@ class PullThrough:
 
     def close(self) -> None:
         """End all arrivals. Fetched files stay for the next server."""
-        fetches = [*self._fetches.close(), *self._others.running()]
+        fetches = [*self._fetches.close(), *self._others.close()]
         self._upstreams.close()
         self.peers.close()
         for fetch in fetches:

@@ -18,7 +18,11 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.serve.asked import Asked
+from blobstore.serve.library import Library
+from blobstore.serve.other_files import OtherFiles
 from blobstore.serve.pulled import PulledModels
+from blobstore.sources.hub_listing import ListedFile
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import dense_tensors, write_folder
@@ -113,6 +117,32 @@ def test_a_file_that_the_import_left_out_is_fetched_once_and_kept(
         pulled = LocalStore(tmp_path / "pulled")
         pull_model(f"{server.url}/{NAME}", "copy", store=pulled)
     assert any(layer.name == ONNX for layer in pulled.resolve("copy").layers)
+
+
+def test_a_file_that_was_left_out_and_is_lost_comes_again_when_a_client_asks_for_it(
+    hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
+) -> None:
+    right = (repo.folder / ONNX).read_bytes()
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        arrived(server)
+        assert got(server, ONNX) == (200, right)
+        server.wait_for_log("file", ONNX)
+        assert server.request(f"/v2/{NAME}/manifests/latest")[0] == 200
+        Path(store.blob_path(Digest.of(right))).unlink()
+        for _ in range(2):
+            assert server.request(f"/v2/{NAME}/blobs/{Digest.of(right)}")[0] in {404, 502, 503}
+        assert got(server, ONNX) == (200, right)
+    assert not verify_models(store=store).faults
+
+
+def test_no_file_is_begun_after_the_end(store: LocalStore) -> None:
+    nothing: Any = None  # no space is claimed
+    found: Any = object()
+    others = OtherFiles(Library(store), nothing, {}, lambda *_: found, print)
+    assert others.close() == []
+    asked = Asked.named(Reference.parse(NAME))
+    others._begin(asked, "", ListedFile(ONNX, 1, "sha1", "a" * 40))
+    assert others.close() == []
 
 
 def test_one_of_several_quantizations_comes_without_the_others(
