@@ -1,4 +1,4 @@
-"""What callers from other libraries guess wrong: names of functions, names of arguments, and their places.
+"""What callers from other libraries guess wrong: names of functions, and names, places and types of arguments.
 
 Such a call is an error in one line with the right spelling. A call that is right costs nothing more.
 """
@@ -79,9 +79,11 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # from inside of the function
+                if (wrong_type := _wrong_type(function, args, kwargs)) is None:
+                    raise  # from inside of the function
+                raise wrong_type from None
             wrong = error
         except InvalidReference as error:
             if len(args) < 2 or not error.message.endswith("is a path"):
@@ -129,12 +131,29 @@ def _no_argument(name: str, word: str, parameters: Collection[str]) -> InvalidCa
     )
 
 
+def _wrong_type(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> InvalidCall | None:
+    """Return the error of an argument that must be a text, and is of a type that it does not take."""
+    signature = inspect.signature(function)
+    for word, value in signature.bind(*args, **kwargs).arguments.items():
+        taken, kind = str(signature.parameters[word].annotation), type(value).__name__
+        if taken.startswith("str") and not (
+            isinstance(value, str | os.PathLike)
+            or kind.removesuffix("Type") in taken
+            or ("Sequence" in taken and isinstance(value, list | tuple))
+        ):
+            what = "a text or a Path" if "PathLike" in taken else "a text"
+            return InvalidCall(f"{word} is {what}, got {kind!r}")
+    return None
+
+
 def _wrong_call(
     name: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    error: TypeError,
+    error: TypeError | AttributeError,
 ) -> InvalidCall:
     parameters = inspect.signature(function).parameters
     places = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
