@@ -167,7 +167,9 @@ def _reason(blobs: Sequence[KeptBlob]) -> str:
     if reason == "in use":
         return f"in use by PID {', '.join(map(str, processes))}" if processes else "in use"
     if reason == "base":
-        return 'bases of frozen blobs; run "blobstore thaw" on their models first to free that'
+        return (
+            'bases of frozen blobs; "blobstore rm" or "blobstore thaw" of their models frees that'
+        )
     if reason == "lost manifest":
         return "of models whose manifests are lost; 'blobstore repair' restores them"
     return "perhaps configs of damaged manifests; repair these"

@@ -152,6 +152,6 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
             f"{'would still be' if dry_run else 'is still'} needed as bases of frozen blobs of "
             f"{names or 'no model, which gc removes first'}"
             f"{f' and {more} more' if more > 0 else ''}; "
-            'run "blobstore thaw" on such models to free it'
+            '"blobstore rm" or "blobstore thaw" of these models frees it'
         )
     return "\n".join(lines)

@@ -147,7 +147,7 @@ def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
         '"blobstore gc" has nothing to free',
         (
             "80.1 kB in 1 blob is still needed as bases of frozen blobs of child:latest; "
-            'run "blobstore thaw" on such models to free it'
+            '"blobstore rm" or "blobstore thaw" of these models frees it'
         ),
     ]
     found = run_json("gc", "--older-than", "0s")
@@ -157,7 +157,7 @@ def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
     result = run("gc")
     assert result.stdout.splitlines()[-1] == (
         "kept 1 blob, 80.1 kB: bases of frozen blobs; "
-        'run "blobstore thaw" on their models first to free that'
+        '"blobstore rm" or "blobstore thaw" of their models frees that'
     )
     run("verify")
 
