@@ -105,6 +105,6 @@ def test_what_cannot_be_sent_says_so(store: LocalStore, tmp_path: Path) -> None:
         pickle.dumps(model)
     with (
         safe_open(next((tmp_path / "source").glob("*.safetensors")), "np") as handle,
-        pytest.raises(TypeError),
+        pytest.raises(TypeError, match="pickle"),
     ):
         pickle.dumps(handle)

@@ -76,7 +76,7 @@ def test_read_only_memory_cannot_be_written(tmp_path: Path) -> None:
     region = MappedRegion([1])
     put(region, 0, file(tmp_path, b"x"))
     assert memoryview(region.memory).readonly
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="readonly"):
         region.memory[0] = 1
 
 

@@ -106,7 +106,7 @@ def test_reports_exhausted_memory_in_one_line(device: str) -> None:
     with pytest.raises(BlobstoreError) as caught:
         TorchDeviceStream(device).empty(LARGE)
     assert "\n" not in str(caught.value)
-    with pytest.raises(BlobstoreError):
+    with pytest.raises(BlobstoreError, match="memory"):
         TorchDeviceStream(device).staging(1 << 55)
 
 

@@ -217,7 +217,7 @@ def test_wrong_fields_are_errors_as_in_the_reference(fields: dict[str, Any]) -> 
 
 
 def test_a_spec_takes_keywords_alone() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional"):
         TensorSpec("float32", [1], 0, 4)  # type: ignore[misc]
 
 
@@ -524,7 +524,7 @@ def test_errors_begin_as_those_of_the_reference(data: bytes) -> None:
 
 
 def test_a_value_that_is_not_a_buffer_is_a_type_error() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'str' object is not an instance of 'bytes'"):
         deserialize("text")  # type: ignore[arg-type]
 
 

@@ -243,5 +243,5 @@ def test_the_names_of_folders_above_are_no_words_of_parts(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_listed_says_nothing(tmp_path: Path) -> None:
     check_whole_path(Path("/"))
-    with pytest.raises(BlobstoreError):
+    with pytest.raises(BlobstoreError, match="mp_rank_01"):
         check_whole_path(tmp_path / "nowhere" / "mp_rank_01" / "x.pt")
