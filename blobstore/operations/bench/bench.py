@@ -143,7 +143,11 @@ def _files_of_model(reference: Reference, store: LocalStore, notices: list[str])
     for blob in layers:
         store.check_size(blob.digest, blob.size)
     blobs = {blob.digest: blob.size for blob in layers}
-    cold = {digest for digest in blobs if not store.has_hot(digest)}
+    stores = {
+        digest: store.shared if store.shared and store.is_shared(digest) else store
+        for digest in blobs
+    }
+    cold = {digest for digest, its in stores.items() if not its.has_hot(digest)}
     if cold:
         notices.append(
             f"{len(cold)} of {len(blobs)} blobs are frozen: bare reads are of compressed bytes, and open "
@@ -152,8 +156,8 @@ def _files_of_model(reference: Reference, store: LocalStore, notices: list[str])
     return _Files(
         name=str(reference),
         paths=[
-            Path(store.cold_path(digest) if digest in cold else store.blob_path(digest))
-            for digest in blobs
+            Path(its.cold_path(digest) if digest in cold else its.blob_path(digest))
+            for digest, its in stores.items()
         ],
         size=sum(blobs.values()),
         openable=reference,

@@ -14,6 +14,8 @@ from safetensors.numpy import load
 
 import blobstore
 from blobstore.errors import BlobMissing, ModelNotFound
+from blobstore.manifests.reference import Reference
+from blobstore.operations.bench.bench import measure_reading
 from blobstore.operations.open import Verify
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
@@ -104,6 +106,8 @@ def test_what_is_asked_about_a_shared_model_is_answered(
     assert info.modified
     assert info.disk_size == info.unique_size
     assert blobstore.compare("tuned", "base").tensors
+    for name in ("base", "tuned"):
+        assert measure_reading(Reference.parse(name), device="none").measurements
     found = [str(place.reference) for place in blobstore.find("*").places]
     assert {"base:latest", "tuned:latest"} == set(found)
     blobstore.create(write_folder(tmp_path / "other", TUNED), "base")
