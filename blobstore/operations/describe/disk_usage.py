@@ -290,8 +290,10 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         bases=blobs.space_if(map(gt, map(not_, direct), map(not_, by_names))),
         below=_total(
             catalog.references.sizes[number]
-            for number, (size, count) in enumerate(zip(blobs.all_sizes, direct, strict=False))
-            if count and size == ABSENT and store.is_shared(catalog.references.digest(number))
+            for number, uses in enumerate(direct if store.shared is not None else ())
+            if uses
+            and blobs.all_sizes[number] == ABSENT
+            and store.is_shared(catalog.references.digest(number))
         ),
         unreferenced=blobs.space_if(chain(map(not_, counts), repeat(True))),
         foreign=_total(blobs.foreign),
