@@ -25,10 +25,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.plain_values import decode
-from blobstore.manifests.step_record import (
-    StepRecord,
-    stored_name,
-)
+from blobstore.manifests.step_record import StepRecord, stored_name
 from blobstore.models.plain_torch_values import KINDS
 from blobstore.operations.create.places import can_be_step
 from blobstore.operations.load import open_step, record_of

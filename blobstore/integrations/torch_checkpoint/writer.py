@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from blobstore.core.digest import Digest
     from blobstore.integrations.torch_checkpoint.exchange import Windows
     from blobstore.integrations.torch_checkpoint.layout import GatheredBlob
     from blobstore.operations.create.places import Place, StepBlobs, StepImport
@@ -73,56 +72,60 @@ class _Blobs:
     """Adds the blobs of one rank to an import."""
 
     def __init__(
-        self, task: RankTask, state: RankState, ingest: StepBlobs, added: dict[str, Ingested]
+        self,
+        task: RankTask,
+        state: RankState,
+        ingest: StepBlobs,
+        added: dict[str, Ingested],
+        jobs: int,
     ) -> None:
         self._task = task
         self._state = state
-        self._ingest = ingest
+        self._jobs = jobs
+        self.ingest = ingest
         self.shared = ingest if isinstance(ingest, Ingest) else None
         self.added = added
 
-    def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that the store has, and keep it."""
-        return self._ingest.find(digest, size)
+    def pool(self) -> WorkerPool:
+        """Return the threads for one kind of work."""
+        return WorkerPool(self._jobs, None, 0)
 
-    def write_parts(self, ingest: Ingest, files: Mapping[str, GatheredBlob], jobs: int) -> None:
-        """Write what this rank has of files that several ranks write."""
+    def write_parts(
+        self, ingest: Ingest, blobs: Sequence[GatheredBlob], files: Mapping[str, str]
+    ) -> None:
+        """Write what this rank has of files that several ranks write, by their blobs."""
 
-        def write(name: str) -> None:
-            ingest.write_parts(name, self._state.parts(files[name]))
+        def write(blob: GatheredBlob) -> None:
+            ingest.write_parts(files[blob.name], self._state.parts(blob))
 
-        WorkerPool(jobs, None, 0).run(files, write)
+        self.pool().run(blobs, write)
 
-    def add_parts(self, ingest: Ingest, files: Mapping[str, GatheredBlob], jobs: int) -> None:
+    def add_parts(self, ingest: Ingest, files: Mapping[str, str]) -> None:
         """Add the files that this rank owns, when all ranks have written."""
-        names = {blob.name: name for name, blob in files.items()}
 
         def add(blob: BlobPlan) -> None:
-            self.added[blob.name] = ingest.add_parts(names[blob.name], blob.size, blob.header)
+            self.added[blob.name] = ingest.add_parts(files[blob.name], blob.size, blob.header)
 
-        own = [blob for blob in self._task.gathered if blob.name in names]
-        WorkerPool(jobs, None, 0).run(own, add)
+        self.pool().run([blob for blob in self._task.gathered if blob.name in files], add)
 
     def gather(self, incoming: Windows, without: Collection[str]) -> None:
         """Add the blobs whose bytes come from several ranks."""
         for blob in self._task.gathered:
-            if blob.name in without:
-                continue
-            buffers = functools.partial(_stream, blob, incoming)
-            self.added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
+            if blob.name not in without:
+                buffers = functools.partial(_stream, blob, incoming)
+                self.added[blob.name] = self.ingest.add(blob.size, buffers, once=True)
 
-    def copy(self, jobs: int) -> None:
+    def copy(self) -> None:
         """Add the blobs whose bytes this rank has. All are durable then."""
-        blobs = self._task.local
-        items = WorkerPool(jobs, None, 0).run(blobs, self._copied)
-        self.added.update((blob.name, item) for blob, item in zip(blobs, items, strict=True))
-        self._ingest.sync()
 
-    def _copied(self, blob: BlobPlan) -> Ingested:
         def read(recipe: Recipe) -> Iterator[memoryview]:
             return self._state.read(self._task.keys[recipe.spec.name])
 
-        return self._ingest.add(blob.size, lambda: blob.buffers(read))
+        def add(blob: BlobPlan) -> None:
+            self.added[blob.name] = self.ingest.add(blob.size, lambda: blob.buffers(read))
+
+        self.pool().run(self._task.local, add)
+        self.ingest.sync()
 
 
 class StoreWriter(StorageWriter, AsyncStager):
@@ -302,12 +305,12 @@ class StoreWriter(StorageWriter, AsyncStager):
             blobs: _Blobs | None = None
             with first.kept():
                 written.values.update(state.values())
-                blobs = _Blobs(task, state, self._joined(task, stack), written.added)
+                blobs = _Blobs(task, state, self._joined(task, stack), written.added, jobs)
             if task.world > 1:
-                self._gather(task, state, blobs, first, jobs)
+                self._gather(task, state, blobs, first)
             with first.kept():
                 if blobs is not None and first.error is None:
-                    blobs.copy(jobs)
+                    blobs.copy()
         is_complete = first.error is None
         if task.world > 1:
             is_complete = all(all_agree(self._group, [is_complete]))
@@ -320,12 +323,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         return written
 
     def _gather(
-        self,
-        task: RankTask,
-        state: RankState,
-        blobs: _Blobs | None,
-        first: FirstError,
-        jobs: int,
+        self, task: RankTask, state: RankState, blobs: _Blobs | None, first: FirstError
     ) -> None:
         """Bring the parts of blobs to their owners, but for those of blobs that have not changed."""
         every = [blob for its in task.streams for blob in its]
@@ -335,24 +333,21 @@ class StoreWriter(StorageWriter, AsyncStager):
         own = {blob.name for blob in task.gathered}
         with first.kept():
             if blobs is not None:
-                pool = WorkerPool(jobs, None, 0)
-                votes = self._unchanged.look(task.previous, every, own, state, blobs.find, pool)
+                find, pool = blobs.ingest.find, blobs.pool()
+                votes = self._unchanged.look(task.previous, every, own, state, find, pool)
         shared = None if blobs is None else blobs.shared
         is_here = shared is not None and shared.machine_folder == task.folder != ""
         *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
         kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
         self._unchanged.settle(kept)
-        files = {
-            f"{task.token}.{index}": blob
-            for index, blob in enumerate(every)
-            if is_one_machine and blob.is_rows and blob.name not in kept
-        }
-        without = kept.union(blob.name for blob in files.values())
+        rows = [blob for blob in every if is_one_machine and blob.is_rows and blob.name not in kept]
+        files = {blob.name: f"{task.token}.{index}" for index, blob in enumerate(rows)}
+        without = kept.union(files)
         if blobs is not None:
             blobs.added.update(self._unchanged.found)
             if shared is not None:
                 with first.kept():
-                    blobs.write_parts(shared, files, jobs)
+                    blobs.write_parts(shared, rows, files)
 
         def gather(incoming: Windows) -> None:
             if blobs is not None:
@@ -367,7 +362,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         exchange(self._group, streams, chunks, state.bytes_of, gather, first, window=self._window)
         if files and all(all_agree(self._group, [first.error is None])) and blobs and shared:
             with first.kept():
-                blobs.add_parts(shared, files, jobs)
+                blobs.add_parts(shared, files)
 
     def _check_group(self, world: int) -> None:
         if world > 1 and dist.get_world_size(self._group) != world:
