@@ -12,8 +12,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.limits import Crowded
-from blobstore.errors import StoreError
+from blobstore.errors import StoreBusy, StoreError
 from blobstore.serve.messages import failure, json_response
+from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
@@ -119,6 +120,13 @@ def as_refusal(error: BlobstoreError | Refusal) -> Refusal:
     if isinstance(error, Crowded):
         message = "the server imports many other models; ask again later"
         return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message)
-    status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
-    message = "the model cannot be fetched from the upstream; the log of the server says why"
+    if not isinstance(error, StoreError):
+        message = "the model cannot be fetched from the upstream; the log of the server says why"
+        return Refusal(HTTPStatus.BAD_GATEWAY, message=message)
+    cause = error.__cause__
+    is_full = not isinstance(error, StoreBusy) and (
+        not isinstance(cause, OSError) or cause.errno in FULL
+    )
+    message = "the store of the server cannot be written; the log of the server says why"
+    status = HTTPStatus.INSUFFICIENT_STORAGE if is_full else HTTPStatus.SERVICE_UNAVAILABLE
     return Refusal(status, message=message)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
 
+from blobstore.errors import BlobstoreError, RemoteError, StoreBusy, StoreError
 from blobstore.serve.messages import Request, Response
-from blobstore.serve.refusal import REFUSALS, Refusal, refusal_response
+from blobstore.serve.refusal import REFUSALS, Refusal, as_refusal, refusal_response
+from blobstore.store.local import LocalStore
 from tests.support.serve import json_of
 
 GET = Request("GET", "/")
@@ -47,3 +50,24 @@ def test_what_is_missing_in_a_model_or_fails_is_named(*, reads_tokens: bool) -> 
         registry = refusal_response(refusal, is_registry=True, reads_tokens=reads_tokens)
         assert registry.status == refusal.status
         assert refusal.message in json.dumps(json_of(registry))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EROFS, 503)]
+)
+def test_only_a_full_store_is_called_full(store: LocalStore, number: int, status: int) -> None:
+    with pytest.raises(StoreError) as caught, store.writing():
+        raise OSError(number, "no")
+    assert as_refusal(caught.value).status == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(StoreError("needs 2 GB"), 507), (StoreBusy("a lock"), 503), (RemoteError("gone"), 502)],
+)
+def test_a_client_that_waits_hears_whether_the_upstream_or_the_store_fails(
+    error: BlobstoreError, status: int
+) -> None:
+    found = as_refusal(error)
+    assert found.status == status
+    assert ("upstream" in found.message) == (status == 502)
