@@ -104,7 +104,8 @@ def list_models(call: Call, library: Visible) -> Response:
     found = list(names)
     if wanted:
         known = library.descriptions(names[name] for name in found)
-        found = [name for name in found if wanted <= {*known[names[name]].tags}]
+        is_wanted = {name for name, one in known.items() if wanted <= {*one.tags}}
+        found = [name for name in found if names[name] in is_wanted]
     headers: dict[str, str] = {}
     if sort in _DATE_SORTS:
         limit, is_up = call.limit(_MAX_SORTED), target.first("direction") == "1"
@@ -115,5 +116,7 @@ def list_models(call: Call, library: Visible) -> Response:
     else:
         raise InvalidTarget(f"this server cannot sort by {quote(sort)}")
     known = library.descriptions(names[name] for name in found)
-    value = [_described(names[name], known[names[name]], library) for name in found]
+    # Those that were removed in the meantime have none.
+    several = [(names[name], known.get(names[name])) for name in found]
+    value = [_described(name, one, library) for name, one in several if one is not None]
     return json_response(value, headers=headers)

@@ -537,6 +537,15 @@ def test_a_damaged_model_is_listed_without_a_description(library: Library) -> No
     assert (found["org/model"]["tags"], found["org/sound"]["tags"] != []) == ([], True)
 
 
+@pytest.mark.parametrize("query", ["", "filter=text-generation", "sort=lastModified"])
+def test_a_list_leaves_out_a_name_that_leads_nowhere(described: Library, query: str) -> None:
+    before = listed(described, query)
+    path = described.store.manifest_path(before[0])
+    path.unlink()
+    path.symlink_to("nowhere")  # as if it was removed after its folder was listed
+    assert sorted(listed(described, query)) == sorted(before[1:])
+
+
 def test_a_model_that_is_not_in_the_store_has_the_first_date(library: Library) -> None:
     none = Reference.parse("org/none:v1")
     assert date_of(none, Visible.of(library)) == "1970-01-01T00:00:00.000Z"
