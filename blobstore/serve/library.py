@@ -224,7 +224,8 @@ class Library:
         Raises:
             InvalidReference: no model has such a name.
         """
-        if tag.tag.endswith(IMAGE) and self.store.manifest_version(tag) is None:
+        is_there = self.is_allowed(tag) and self.store.manifest_version(tag) is not None
+        if tag.tag.endswith(IMAGE) and not is_there:
             return Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
         return tag
 

@@ -186,3 +186,14 @@ def test_a_list_of_many_names_reads_the_records_as_often_as_one_of_a_few(
             assert len(Visible.of(library).models()) == number
             counts.append(len(looks))
     assert counts[0] == counts[1]
+
+
+def test_the_image_of_a_model_does_not_depend_on_a_tag_that_the_client_may_not_see(
+    library: Library,
+) -> None:
+    image = Reference.parse("org/model:latest.image")
+    copy_model("org/model", image, store=library.store)
+    assert library.named_by(image) == image
+    few = library.only(("org/model:latest",))
+    assert few.named_by(image) == Reference.parse("org/model")
+    assert prepared(lambda: few.artifact(image)) is not None
