@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 PATIENCE: Final = Patience(stall=5, slowest=1 << 20, attempts=2, first=0.1, longest=1)
-"""A peer that cannot be reached costs one timeout, and one that sends less than 1 MiB/s is dropped."""
+"""A silent peer costs two timeouts, because a first connection may just end. One that sends less than 1 MiB/s is dropped."""
 SKIP_SECONDS: Final = 60.0
 """Seconds that a peer is not asked after it did not answer."""
 _STREAMS: Final = capacity.PEER_BLOBS.most
