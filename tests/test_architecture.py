@@ -454,8 +454,7 @@ def test_an_error_of_a_disk_is_not_read_as_absence() -> None:
         "blobstore/store/manifests.py: os.path.lexists",  # for an advice, and outside of the store
         "blobstore/store/manifests.py: path.is_symlink",  # to say why nothing is there
         "blobstore/store/outside_gguf.py: Path(reference).is_file",  # outside of the store
-        "blobstore/store/reachability.py: entry.is_symlink",  # below: entries of a list of a folder
-        "blobstore/store/scan.py: entry.is_dir",
+        "blobstore/store/scan.py: entry.is_dir",  # below: entries of a list of a folder
         "blobstore/store/scan.py: entry.is_symlink",  # what the folder said of it
         "blobstore/store/scan.py: os.path.islink",  # to say why nothing is there
     }, "use status_of, is_there or FileVersion.of of blobstore.core.files"

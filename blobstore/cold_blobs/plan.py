@@ -85,7 +85,7 @@ def plan_freeze(
         StoreError: the store cannot be read.
     """
     store.check_root()
-    plan = FreezePlan(ReachableBlobs(store))
+    plan = FreezePlan(ReachableBlobs(store, lists_all=False))
     # Before models are read: a manifest that is replaced from now on does not count as frozen.
     plan.reachable.update()
     relatives = Relatives(store, plan.reachable)

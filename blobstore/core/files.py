@@ -101,8 +101,8 @@ class FileVersion(NamedTuple):
     @classmethod
     def of_status(cls, status: os.stat_result) -> Self:
         """Return the version of the file with that status."""
-        times = status.st_mtime_ns, status.st_ctime_ns
-        return cls(status.st_dev, status.st_ino, status.st_size, *times)
+        modified, changed = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_dev, status.st_ino, status.st_size, modified, changed)
 
     @property
     def state(self) -> FileState:

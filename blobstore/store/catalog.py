@@ -89,13 +89,14 @@ class Catalog:
     def read_all(self, on_error: Callable[[StoreError], object] | None) -> None:
         """Read the manifests of all names. Raises StoreError."""
         unknown: dict[str, FileVersion | None] = {}
-        for parts, tags in self._store.repositories(on_error=on_error):
-            folder = "/".join(parts)
-            for tag in tags:
-                path = f"{folder}/{tag}"
-                if is_path(path):  # and not a file of something else
-                    self._look(path, unknown)
-        with gc_paused():  # it would look at what is parsed again and again
+        listings = self.references.listings
+        with gc_paused():  # it would look at what is found again and again
+            for parts, tags in self._store.repositories(on_error=on_error, listings=listings):
+                folder = "/".join(parts)
+                for tag in tags:
+                    path = f"{folder}/{tag}"
+                    if is_path(path):  # and not a file of something else
+                        self._look(path, unknown)
             for path in reporting("manifests read", unknown):
                 self._read(path, unknown[path])
         versions = (one.version for one in self._found.values() if one.version is not None)
@@ -170,11 +171,11 @@ class Catalog:
 
     def named(self, digest: Digest) -> list[Reference]:
         """Return the names of a manifest, sorted."""
-        key = bytes.fromhex(digest.hex)
+        rows = self.references.rows_of(digest)
         return [
             Reference(*path.split("/"))
             for path, one in self._found.items()
-            if one.known is not None and one.known.key == key
+            if one.known is not None and one.known.row in rows
         ]
 
     def _entry(self, path: str) -> CatalogEntry:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.manifests.descriptor import PlainDescriptors
+    from blobstore.store.listings import Listings
 
 NO_STORE: Final = "'blobstore create' makes a store, and --store or BLOBSTORE_HOME names another"
 """What to do without a store."""
@@ -191,17 +192,22 @@ class ManifestReader(BlobReader):
                 yield Reference(*repository.parts[:-1], tag)
 
     def repositories(
-        self, *, on_error: Callable[[StoreError], object] | None = None
+        self,
+        *,
+        on_error: Callable[[StoreError], object] | None = None,
+        listings: Listings | None = None,
     ) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
         """Yield host, namespace and model of each repository with the names of its files, sorted; all may be malformed.
 
-        Raises as :meth:`references`, with the same ``on_error``.
+        Folders are listed again only if they are not among ``listings``. Raises as :meth:`references`, with the same
+        ``on_error``.
         """
+        list_one = folders_and_files if listings is None else listings.folders_and_files
         self.check_root()
 
         def inside(*parts: str) -> tuple[list[str], list[str]]:
             try:
-                return folders_and_files("/".join((root, *parts)))
+                return list_one("/".join((root, *parts)))
             except StoreError as error:
                 if on_error is None:
                     raise

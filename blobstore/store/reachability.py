@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
-from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.files import FileVersion, is_there, read_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, StoreError
@@ -53,10 +53,19 @@ class ManifestState(NamedTuple):
 class ReachableBlobs:
     """The blobs that all manifests of a store reference."""
 
-    def __init__(self, store: LocalStore, *, cached_within: float | None = None) -> None:
-        """Read no manifest yet. ``cached_within`` is that of :meth:`RemoteCache.all`."""
+    def __init__(
+        self, store: LocalStore, *, cached_within: float | None = None, lists_all: bool = True
+    ) -> None:
+        """Read no manifest yet.
+
+        Args:
+            store: the store.
+            cached_within: that of :meth:`RemoteCache.all`.
+            lists_all: whether to list folders that seem not to have changed, as who deletes blobs must.
+        """
         self._store = store
         self._cached_within = cached_within
+        self._lists_all = lists_all
         self._cached: dict[str, tuple[str, ...]] = {}
         """The blobs of cached models by the digests of their manifests."""
         self.references = store.known_references()
@@ -77,16 +86,13 @@ class ReachableBlobs:
         """
         self._check_folder()
         versions: dict[str, FileVersion] = {}
-        for entry in walk_files(self._store.folder("manifests")):
-            path = entry.path
-            if entry.name.startswith("."):  # no name of a model, but .DS_Store, for example
-                continue
+        for path in self._paths():
             try:
                 # Before the file is read: one that is replaced in between is read again next time.
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
                 versions[path] = FileVersion.of_status(status)
             except FileNotFoundError:  # removed since it was listed
-                if entry.is_symlink():  # or a link to a disk that is not mounted
+                if is_there(path):  # or a link to a disk that is not mounted
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
@@ -107,6 +113,15 @@ class ReachableBlobs:
         if found != self._manifests or cached.keys() != self._cached.keys():
             self._reached = None
         self._manifests, self._cached = found, cached
+
+    def _paths(self) -> Iterator[str]:
+        """Yield the paths of the manifests; what begins with a dot is no name of a model, but .DS_Store, for example."""
+        folder = self._store.folder("manifests")
+        if self._lists_all:
+            yield from (one.path for one in walk_files(folder) if not one.name.startswith("."))
+            return
+        for parts, tags in self._store.repositories(listings=self.references.listings):
+            yield from ("/".join((str(folder), *parts, tag)) for tag in tags if tag[0] != ".")
 
     def save(self) -> None:
         """Keep in the file of references what was read."""
@@ -169,8 +184,16 @@ class ReachableBlobs:
     def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
         """Return the manifests that reference one of these blobs by the paths of their files."""
         wanted = set(self.references.numbers(blobs).values())
-        found = self._manifests.items() if wanted else ()
-        return {path: item for path, item in found if not wanted.isdisjoint(item.known.blobs)}
+        uses = self.references.uses(item.known.row for item in self._manifests.values())
+        left = sum(uses[number] for number in wanted)
+        found = {}
+        for path, item in self._manifests.items():
+            if not left:
+                break
+            if uses_here := len(wanted.intersection(item.known.blobs)):
+                found[path] = item
+                left -= uses_here
+        return found
 
     def reached(self) -> set[str]:
         """Return the hex digests of all blobs that the manifests reference."""

@@ -5,9 +5,9 @@ read. Nothing is deleted by it alone: see :meth:`.ReachableBlobs.prove`. The fil
 damaged, and each user has one that nobody else may write. A process that has read manifests that are not in it
 replaces it.
 
-Blobs have numbers, in the order in which they were met. After a line with a checksum come three counts, then for all
+Blobs have numbers, in the order in which they were met. After a line with a checksum come five counts, then for all
 blobs by number their digests, their sizes and how many of the manifests reference them, a record for each manifest,
-and the numbers that the manifests reference. The memory has the same tables.
+the numbers that the manifests reference, and the listings of folders. The memory has the same tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import hashlib
 import os
 import struct
 import sys
-import time
 import zlib
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +26,7 @@ from blobstore.core.files import FileVersion, open_own, read_exactly, write_file
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import PUBLISHED_SCHEME, Manifest
+from blobstore.store.listings import MARGIN_NS, Listings, is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,17 +36,16 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
 
-_MAGIC: Final = f"references 5 {sys.byteorder} ".encode()
-_COUNTS: Final = struct.Struct("=3Q")
+_MAGIC: Final = f"references 6 {sys.byteorder} ".encode()
+_COUNTS: Final = struct.Struct("=5Q")
 _RECORD: Final = struct.Struct("=3Q2q32s8sQII??")
 _VERSION: Final = struct.Struct(f"=3Q2q{_RECORD.size - 40}x")
 """The start of a record: the version of the file."""
 _KEY: Final = PUBLISHED_SCHEME.encode()
 _MAX_BYTES: Final = 1 << 30
+_MARGIN_NS = MARGIN_NS
 _FEW: Final = 64
 """So many blobs are searched for among all others; then these are put into a dict."""
-_MARGIN_NS: Final = 3 * 10**9
-"""A manifest that was written so short a time ago may change again without a new version; see ``verified_cache``."""
 
 
 class _Record(NamedTuple):
@@ -152,6 +151,7 @@ class References:
         """By digests: those that were asked for, and all once many were."""
         self._searches = 0
         self._descriptors = PlainDescriptors()
+        self.listings = Listings()
         self._is_new = False
         if path is not None:
             self._read(path)
@@ -245,6 +245,11 @@ class References:
         manifest = Manifest.from_bytes(data, self._descriptors)
         return self.add(version, digest, manifest, config=config_of(data, manifest)), manifest
 
+    def rows_of(self, digest: Digest) -> set[int]:
+        """Return the rows of the manifests with that digest."""
+        key, records = bytes.fromhex(digest.hex), _RECORD.iter_unpack(self._records)
+        return {row for row, (*_, found, _, _, _, _, _, _) in enumerate(records) if found == key}
+
     def copied(self, version: FileVersion | None, digest: Digest) -> KnownManifest | None:
         """Return what is kept of a checked manifest with that digest, from now on for the file with this version too."""
         if self._by_digest is None:
@@ -312,7 +317,7 @@ class References:
             self.other_sizes[row] = other_sizes
         if self._by_digest is not None and record.is_checked:
             self._by_digest[record.digest] = row
-        if version is not None and not other_sizes and _is_settled(version):
+        if version is not None and not other_sizes and is_settled(version, _MARGIN_NS):
             self._rows[version] = row
             self._is_new = True
         return KnownManifest(self, row)
@@ -350,9 +355,9 @@ class References:
 
     def save(self, versions: Iterable[FileVersion]) -> None:
         """Keep what is known of the manifests whose files have these versions, if any of it is new."""
-        if not self._is_new or self._path is None:
+        if not (self._is_new or self.listings.is_new) or self._path is None:
             return
-        self._is_new = False
+        self._is_new = self.listings.is_new = False
         rows = {one: self._rows[one] for one in versions if one in self._rows}
         lists, digests, sizes = array("I"), self._digests, array("Q", self.sizes)
         uses = array("i", self.uses(rows.values()))
@@ -367,8 +372,9 @@ class References:
             digests = bytearray().join(self._digests[32 * n : 32 * n + 32] for n in order)
             sizes = array("Q", map(sizes.__getitem__, order))
             uses = array("i", map(uses.__getitem__, order))
-        counts = _COUNTS.pack(len(sizes), len(rows), len(lists))
-        tables: list[Buffer] = [counts, digests, sizes, uses, b"".join(records), lists]
+        listings = self.listings.tables()
+        counts = _COUNTS.pack(len(sizes), len(rows), len(lists), *map(len, listings))
+        tables: list[Buffer] = [counts, digests, sizes, uses, b"".join(records), lists, *listings]
         checksum = 0
         for table in tables:
             checksum = zlib.crc32(table, checksum)
@@ -383,20 +389,18 @@ class References:
             if descriptor is None or not start <= size <= _MAX_BYTES:
                 return
             head = read_exactly(descriptor, start, 0)
-            blobs, manifests, references = _COUNTS.unpack_from(head, start - _COUNTS.size)
-            widths = (32 * blobs, 8 * blobs, 4 * blobs, _RECORD.size * manifests, 4 * references)
-            if size != start + sum(widths):
+            counts = _COUNTS.unpack_from(head, start - _COUNTS.size)
+            blobs, manifests, references, *listings = counts
+            widths = 32 * blobs, _RECORD.size * manifests, *listings, 8 * blobs, 4 * blobs
+            if size != start + sum(widths) + 4 * references:
                 return
             # Each table is read into its place: the file is as large as the rest of the program.
-            digests, records = bytearray(widths[0]), bytearray(widths[3])
-            sizes, uses, lists = (
-                array(kind, bytes(width))
-                for kind, width in zip("QiI", (*widths[1:3], widths[4]), strict=True)
-            )
-            tables = (digests, sizes, uses, records, lists)
-            if os.preadv(descriptor, [table for table in tables if len(table)], start) != sum(
-                widths
-            ):
+            digests, records, folders, names = map(bytearray, widths[:4])
+            sizes, uses = array("Q", [0]) * blobs, array("i", [0]) * blobs
+            lists = array("I", [0]) * references
+            tables = (digests, sizes, uses, records, lists, folders, names)
+            filled = [table for table in tables if len(table)]
+            if os.preadv(descriptor, filled, start) != size - start:
                 return
         checksum = zlib.crc32(head[-_COUNTS.size :])
         for table in tables:
@@ -412,10 +416,7 @@ class References:
         self.sizes, self._uses = sizes, uses
         versions = _VERSION.iter_unpack(records)
         self._rows = {version: row for row, version in enumerate(versions)}
-
-
-def _is_settled(version: FileVersion) -> bool:
-    return max(version.modified, version.changed) < time.time_ns() - _MARGIN_NS
+        self.listings = Listings(folders, names)
 
 
 def _layout(layers: Iterable[Descriptor]) -> bytes:
