@@ -165,6 +165,11 @@ class Catalog:
         """Yield what is known of each name whose manifest can be read, sorted by name."""
         return (one.known for one in self._found.values() if one.known is not None)
 
+    def files(self) -> tuple[int, int]:
+        """Return the number of the manifests, and their bytes."""
+        sizes = [one.version.size for one in self._found.values() if one.version is not None]
+        return len(sizes), sum(sizes)
+
     def unreadable(self) -> list[CatalogEntry]:
         """Return the entries with an error."""
         return [self._entry(path) for path, one in self._found.items() if one.error is not None]

@@ -191,7 +191,7 @@ class References:
     def file_names(self) -> Iterator[str]:
         """Yield the names of the files of the blobs so far, by number."""
         text = self._digests.hex()
-        return (f"sha256-{text[64 * n : 64 * n + 64]}" for n in range(len(self)))
+        return ("sha256-" + text[n : n + 64] for n in range(0, len(text), 64))
 
     def number(self, digest: Digest) -> int:
         """Return the number of a blob, a new one if it was not met before."""

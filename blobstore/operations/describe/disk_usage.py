@@ -297,7 +297,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         ),
         unreferenced=blobs.space_if(chain(map(not_, counts), repeat(True))),
         foreign=_total(blobs.foreign),
-        manifests=_space_of(store.folder("manifests")),
+        manifests=Space(*catalog.files()),
         temporary=_space_of(parts["temporary"]),
         partial=_total(downloads),
         quarantine=_space_of(parts["quarantine"]),
@@ -328,9 +328,11 @@ def _models_usage(
     uses = Counter(chain.from_iterable(held))
     # Without loops in Python: there may be millions of references.
     size_of, count_of = blobs.all_sizes.__getitem__, counts.__getitem__
-    sizes = dict(zip(uses, map(max, map(size_of, uses), repeat(0)), strict=True))
+    sizes: Mapping[int, int] | Sequence[int] = blobs.all_sizes
+    if ABSENT in sizes:
+        sizes = dict(zip(uses, map(max, map(size_of, uses), repeat(0)), strict=True))
     is_own = map((1).__eq__, map(count_of, uses))
-    own = dict(zip(uses, map(mul, sizes.values(), is_own), strict=True))
+    own = dict(zip(uses, map(mul, map(sizes.__getitem__, uses), is_own), strict=True))
     return ModelsUsage(
         models=tuple(
             ModelUsage(
