@@ -12,6 +12,7 @@ import contextlib
 import resource
 import shutil
 import threading
+import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -43,6 +44,8 @@ IDLE_SECONDS: Final = 180.0
 """Seconds that a model stays after its last byte was sent, longer than the slowest client may pause."""
 _STEP: Final = 256 << 20
 """The least space that is made at once, because each look asks for the status of all manifests."""
+_LOOK_SECONDS: Final = 60.0
+"""Seconds until the next look while the limit is more than a step away: others may restore models."""
 
 
 @dataclass(slots=True)
@@ -83,6 +86,8 @@ class CacheLimit:
         self._note = note
         self._lock = threading.Lock()
         self._claims: set[Claim] = set()
+        self._bound, self._bound_until = 0, 0.0
+        """The most bytes that there are if all claims are used, and until when that holds."""
 
     def claim(self, name: str) -> Claim:
         """Return a claim of no bytes for the version of a model that ``name`` stands for."""
@@ -120,6 +125,7 @@ class CacheLimit:
                     )
             # Only after all checks: a claim that is refused counts nothing.
             claim.size += size
+            self._bound += size
             claim.spent += found
             claim.files += files
 
@@ -188,7 +194,15 @@ class CacheLimit:
 
     def _oldest(self, most: int) -> tuple[list[tuple[_Removable, set[str]]], int]:
         """Return what :func:`choose_evicted` returns. Raises BlobstoreError."""
+        # A model takes a little more than its files.
+        if time.monotonic() < self._bound_until and self._bound + _STEP <= most:
+            return [], 0
         fetched, own = self._versions()
+        models: list[_Removable] = [*fetched, *self._broken_off()]
+        sizes = {blob: size for one in models for blob, size in one.blobs.items()}
+        self._bound = sum(sizes.values()) + sum(one.other_size for one in models)
+        self._bound += sum(claim.size for claim in self._claims)
+        self._bound_until = time.monotonic() + _LOOK_SECONDS
         # A forecast: the removal looks at the leases again, under the lock.
         leased = self._leased()
 
@@ -200,7 +214,7 @@ class CacheLimit:
                 leased = self._leased()  # that of this process has just ended for an idle model
             return only if only.isdisjoint(leased) else None
 
-        return choose_evicted([*fetched, *self._broken_off()], own or (), most, freed)
+        return choose_evicted(models, own or (), most, freed)
 
     def _leased(self) -> set[str]:
         return {digest.hex for digest in self._store.read_leases().digests}

@@ -149,8 +149,9 @@ class Commits:
             data = self._store.read_manifest(reference) if data is None else data
             manifest = Manifest.from_bytes(data)
             commit = self._pulled.commit_of(manifest)
-            key = Digest.of(data)
-            return _Source(commit, key if commit and self._pulled.brought(key) else None)
+            # Most were not fetched, and hashing all would take as long as reading them.
+            key = Digest.of(data) if commit else None
+            return _Source(commit, key if key and self._pulled.brought(key) else None)
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.

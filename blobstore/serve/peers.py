@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from blobstore.core import capacity, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_place
+from blobstore.core.files import status_of
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
@@ -75,6 +76,9 @@ _PROBES: Final = capacity.PROBES.most
 """Peers that are asked at once."""
 _SPARE: Final = 64 << 20
 """Bytes of a model that are in no file."""
+_FEW: Final = 256
+_LITTLE: Final = 1 << 20
+"""Blobs and bytes that wait for more before they are removed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +162,8 @@ class Peers:
         """Ask nothing yet. ``note`` is called with the fields of a line for the log."""
         self._store, self._peers, self._note = store, tuple(peers), note
         self._fetched = 0
+        self._unneeded: set[str] = set()
+        """Blobs that were fetched and that no model may need."""
         self._lock = threading.Lock()
         self._running: set[PeerFetch] = set()
         self._is_closed = False
@@ -213,9 +219,19 @@ class Peers:
                 _, manifest = self._store.parse(wanted.reference)
                 fetched.difference_update(blob.digest.hex for blob in manifest.blobs)
             # The model was not imported, or has other blobs than a peer lists, or not all blobs of one peer arrived.
-            if fetched:  # then all manifests are looked at
-                with contextlib.suppress(BlobstoreError):
-                    remove_blobs(self._store, fetched)
+            with contextlib.suppress(BlobstoreError):
+                self._remove(fetched)
+
+    def _remove(self, blobs: Collection[str]) -> None:
+        """Remove blobs, unless models need them. That looks at all manifests, so a few small ones wait. Raises BlobstoreError."""
+        with self._lock:
+            self._unneeded.update(blobs)
+            paths = map(self._store.blob_path, map(Digest, self._unneeded))
+            size = sum(status.st_size for status in map(status_of, paths) if status)
+            if len(self._unneeded) < _FEW and size < _LITTLE:
+                return
+            unneeded, self._unneeded = self._unneeded, set()
+        remove_blobs(self._store, unneeded)
 
     def _all_files(
         self,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
 from blobstore.errors import BlobstoreError
 from blobstore.serve.metrics import plain_families
-from blobstore.store.scan import scan_folder
+from blobstore.store.scan import each_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from blobstore.store.local import LocalStore
 
 _STORE_SECONDS: Final = 300.0
@@ -52,10 +53,10 @@ class StoreSizes:
         return plain_families(*self._disk, *self._files)
 
 
-def _sizes(folder: str | os.PathLike[str]) -> list[int]:
+def _sizes(folder: Path) -> list[int]:
     """Return the sizes of the files in a folder. Raises BlobstoreError."""
     found = []
-    for entry in scan_folder(os.fspath(folder)):
+    for entry in each_file(folder):
         with contextlib.suppress(OSError):  # it is gone
             found.append(entry.stat(follow_symlinks=False).st_size)
     return found

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileVersion, allocated, sync_folder
+from blobstore.core.files import FileVersion, allocated, is_there, sync_folder
 from blobstore.errors import BlobDamaged, ImplausibleGarbage
 from blobstore.operations.maintenance.collected import Collected, KeptBlob, Removed
 from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
@@ -145,9 +145,8 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> Counter[str]:
     """
     with store.writing():
         collection = _Collection(store, 0.0, dry_run=False)
-        found = collection.candidates()
-        chosen = ([item for item in part if item.digest.hex in digests] for part in found)
-        removed = [item for part in chosen for item in collection.sweep(part)]
+        found = collection.candidates(digests)
+        removed = [item for part in found for item in collection.sweep(part)]
         with collection.lock():
             removed += collection.remove_unfinished(digests)
     freed = Counter[str]()
@@ -200,14 +199,16 @@ class _Collection:
         self._possible_bases: set[Digest] = set()
         """All bases, if a needed blob is missing: any of them may be its base."""
 
-    def candidates(self) -> tuple[list[_Candidate], list[_Candidate]]:
-        """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
+    def candidates(
+        self, only: Collection[str] | None = None
+    ) -> tuple[list[_Candidate], list[_Candidate]]:
+        """Return the files of unreferenced blobs, or ``only`` of these: first delta-encoded blobs, then all others."""
         self._marks.update()
         self._find_deltas()
         self._lost = {} if self._force else self._store.names.published.lost()
         self._lost_blobs = hex_digests_of(self._lost)
         cold, hot = self._store.folder("cold"), self._store.folder("blobs")
-        garbage = {folder: self._unreached(folder) for folder in (cold, hot)}
+        garbage = {folder: self._unreached(folder, only) for folder in (cold, hot)}
         digests = digests_of(chain.from_iterable(garbage.values()))
         links = digests_of(each_name(self._store.folder("bases")))
         # Such a link may be the base of a missing blob, and any manifest may reference that.
@@ -231,9 +232,12 @@ class _Collection:
                     (deltas if is_delta else others).append(item)
         return deltas, others
 
-    def _unreached(self, folder: Path) -> list[str]:
+    def _unreached(self, folder: Path, only: Collection[str] | None) -> list[str]:
         """Return the files of a folder that no manifest seems to reference, sorted, and count all of them."""
         reached, found = self._marks.reached(), []
+        if only is not None:
+            names = (_PREFIX + digest for digest in sorted(only) if digest not in reached)
+            return [name for name in names if is_there(folder / name)]
         for entry in each_file(folder):  # a list of all would take more memory than the references
             self._blob_count += 1
             if entry.name.removeprefix(_PREFIX) not in reached:

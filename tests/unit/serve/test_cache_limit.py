@@ -234,8 +234,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_each_manifest_is_parsed_once(
-    limit: CacheLimit, store: LocalStore, calls: Counter[str]
+    limit: CacheLimit, store: LocalStore, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_limit, "_LOOK_SECONDS", 0.0)
     limit.forget_removed()
     assert calls["parsed"] == 2
     for number in range(3):
@@ -243,6 +244,30 @@ def test_each_manifest_is_parsed_once(
     copy_model("org/a", "copy", store=store)
     claimed(limit, 1, "last").spend(1)
     assert calls["parsed"] == 3
+
+
+def test_the_manifests_are_not_looked_at_again_far_from_the_limit(
+    limit: CacheLimit, store: LocalStore, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_limit, "_LOOK_SECONDS", 3600.0)
+    for number in range(8):
+        claimed(limit, 1000, f"{number}").spend(1000)
+    assert calls["read_catalog"] == 1
+    claim = claimed(limit, 9000, "last")
+    claim.spend(9000)
+    assert calls["read_catalog"] == 1
+    claimed(limit, MOST - 20_000, "too large").spend(SIZE)
+    assert calls["read_catalog"] > 1
+    assert names(store) == []
+
+
+def test_the_manifests_are_looked_at_again_after_a_while(
+    limit: CacheLimit, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_limit, "_LOOK_SECONDS", 0.0)
+    claimed(limit, 1, "a").spend(1)
+    claimed(limit, 1, "b").spend(1)
+    assert calls["read_catalog"] == 4
 
 
 def test_models_that_go_together_need_one_look_at_all(
