@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -251,13 +252,13 @@ def _check_numbers(
 ) -> None:
     """Check the numbers in the parts of a path; ``used`` has the names of files that are read together."""
     for depth, name in enumerate(parts):
-        folder = "/".join(parts[:depth])
+        inside = partial(entries, "/".join(parts[:depth]))
         found: tuple[str, str] | None
         if is_file and depth == len(parts) - 1:
             here = {it.rpartition("/")[2] for it in used}
-            found = _shard_of(name, here) or _rank_of(name, entries(folder), here)
+            found = _shard_of(name, here) or _rank_of(name, inside, here)
         else:
-            found = _rank_of(name, entries(folder), (), "p_rank")
+            found = _rank_of(name, inside, (), "p_rank")
         if found:
             raise UnsupportedSource(f"{label} is one of several parts: {found[0]}", advice=found[1])
 
@@ -274,17 +275,16 @@ def _shard_of(name: str, used: Collection[str]) -> tuple[str, str] | None:
 
 
 def _rank_of(
-    name: str, entries: Iterable[str], used: Collection[str], ending: str = ""
+    name: str, entries: Callable[[], Iterable[str]], used: Collection[str], ending: str = ""
 ) -> tuple[str, str] | None:
     """Return what says that a name has the number of a process, and the advice; ``ending`` ends the word before it."""
-    entries = [*entries]
     for found in _NUMBER.finditer(name):
         word = found["word"].lower()
         if not word.endswith(ending):
             continue
         before, after = name[: found.start("number")], name[found.end("number") :]
         alike = {int(found["number"]): name}
-        for it in entries:
+        for it in entries():  # asked for now, because thousands of models may lie side by side
             number = it.removeprefix(before).removesuffix(after)
             if number.isdecimal() and len(number) < _MAX_DIGITS and before + number + after == it:
                 alike[int(number)] = it
