@@ -326,11 +326,15 @@ class References:
         """Return the numbers of blobs by their digests, among others; new ones get these sizes."""
         found = self._numbers
         if len(found) < len(self) and not blobs.keys() <= found.keys():
-            self._searches += len(blobs)
+            wanted = blobs.keys() - found.keys()
+            is_first = not self._searches
+            self._searches += len(wanted)
             if self._searches > _FEW:
-                found.update((digest, number) for number, digest in self._every())
+                # A dict of all takes as much memory as all else, and most commands ask once.
+                every = ((digest, number) for number, digest in self._every())
+                found.update(one for one in every if not is_first or one[0] in wanted)
             else:
-                for digest in blobs.keys() - found.keys():
+                for digest in wanted:
                     if (number := self._find(digest)) is not None:
                         found[digest] = number
         for digest, size in blobs.items():

@@ -24,7 +24,7 @@ from blobstore.store.copies import copies
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
-from blobstore.store.scan import ABSENT, digest_of, each_file, each_name, file_sizes, walk_files
+from blobstore.store.scan import ABSENT, digest_of, each_name, file_sizes, walk_files
 
 if TYPE_CHECKING:
     import os
@@ -397,11 +397,18 @@ def _list_files(store: LocalStore, references: References) -> _Files:
     hot = file_sizes(folder, references.file_names())
     unknown: dict[Digest, int] = {}
     # Looking up every name would take a third of the time of the calls.
-    if len(each_name(folder)) != len(hot) - hot.count(ABSENT):
-        known = {name for name, size in zip(references.file_names(), hot, strict=True) if size >= 0}
-        for entry, status in _status_of(it for it in each_file(folder) if it.name not in known):
-            digest = digest_of(entry.name)
-            if digest is not None and stat.S_ISREG(status.st_mode):
+    names = each_name(folder)
+    if len(names) != len(hot) - hot.count(ABSENT):
+        others = set(names)
+        others.difference_update(compress(references.file_names(), map(ABSENT.__ne__, hot)))
+        for name in others:
+            status = status_of(folder / name)
+            if status is None:
+                continue
+            digest = digest_of(name)
+            if stat.S_ISDIR(status.st_mode):
+                foreign += _sizes(folder / name)
+            elif digest is not None and stat.S_ISREG(status.st_mode):
                 unknown[digest] = status.st_size
             else:
                 foreign.append(status.st_size)
