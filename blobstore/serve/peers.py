@@ -248,8 +248,7 @@ class Peers:
             source = several[0].source
             missing = {one.digest.hex: one.size for one in self._missing(source.blobs)}
             here = [one for one in source.blobs if one.digest.hex not in missing]
-            known = shared([one.digest for one in here])
-            unproven = [one for one in here if one.digest not in known]
+            unproven = _others(here, shared)
             arriving = sum(missing.values()) + sum(one.size for one in unproven)
             if arriving > left:
                 name = several[0].peer.name
@@ -269,7 +268,10 @@ class Peers:
                 left -= arriving
                 fetched.update(missing)
                 fetch.check_sent(unproven)
-                fetch.run(ingest)
+                sent = fetch.run(ingest)
+                # Others may have come into the store since, of models that the client may not read.
+                late = [one for one in source.blobs if one.digest.hex in missing.keys() - sent]
+                fetch.check_sent(_others(late, shared))
                 files = model_files(self._store, source.manifest)
                 yield PeerFiles(files, [one.peer for one in several])
             except BlobstoreError as error:
@@ -396,6 +398,8 @@ class PeerFetch:
         """The manifest, which all of them have."""
         self.received = 0
         """Bytes that have arrived."""
+        self._begun: set[Digest] = set()
+        """The blobs of which there are such bytes: others may lie in files that another command has left."""
 
     @property
     def client(self) -> PeerFetch:
@@ -407,8 +411,8 @@ class PeerFetch:
         for one in list(self._sources):
             one.source.client.abort()
 
-    def run(self, ingest: Ingest) -> None:
-        """Fetch the blobs that the store lacks, and give them their names.
+    def run(self, ingest: Ingest) -> set[str]:
+        """Fetch the blobs that the store lacks, and give them their names; return the hex digests of those that were sent.
 
         Raises:
             BlobMissing, BlobDamaged: no peer has sent a blob with its digest.
@@ -428,6 +432,7 @@ class PeerFetch:
         ingest.publish()
         # Only now: after a kill before this, the next attempt decodes them again.
         download.remove_cold_files()
+        return {one.hex for one in download.paths if one in self._begun or one in usable.layers}
 
     def check_sent(self, blobs: Iterable[Descriptor]) -> None:
         """Let peers send blobs that the store has: who only knows the digest of one does not get it for the model.
@@ -469,6 +474,7 @@ class PeerFetch:
                         with self._lock:
                             one.sent[digest] = one.sent.get(digest, 0) + len(piece)
                             self.received += len(piece)
+                            self._begun.add(digest)
                         yield piece
             except BlobMissing:
                 continue
@@ -505,6 +511,14 @@ class PeerFetch:
             return [one for one in sources if one is self._listed[digest]]
         start = int(digest.hex[:8], 16) % max(len(sources), 1)
         return sources[start:] + sources[:start]
+
+
+def _others(
+    blobs: Sequence[Descriptor], shared: Callable[[Collection[Digest]], Collection[Digest]]
+) -> list[Descriptor]:
+    """Return the blobs that are not shared."""
+    known = shared([one.digest for one in blobs])
+    return [one for one in blobs if one.digest not in known]
 
 
 def read_content(store: LocalStore, content: Content) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from blobstore.operations.maintenance.names import remove_models, rename_model
 from blobstore.serve.model_files import commit_of
 from blobstore.store.local import LocalStore
 from tests.attacks.test_clients_of_upstreams import FILE, NAME, RIGHT, fetch, made, until, weights
-from tests.support.hub_server import HubServer
+from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.raw_server import RawServer, Received, reply
 from tests.support.serve_process import Serving, serving
@@ -242,6 +242,53 @@ def test_a_server_gives_nothing_by_its_digest_alone(
         with contextlib.suppress(http.client.IncompleteRead):
             assert server.request(target.replace(NAME, "evil/m"), Authorization=right)[2] != secret
         server.wait_for_log("error")
+        assert not store.has_model("evil/m")
+
+
+def test_a_blob_that_comes_into_the_store_during_a_fetch_has_to_be_sent_too(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """A lying peer has one blob of a hidden model. While it sends that, another such model gets the other blob."""
+    known, secret = (random.Random(seed).randbytes(50_000) for seed in (1, 2))
+    for name, data in (("first", known), ("second", secret)):
+        (made(tmp_path / name, 1) / "vocab.txt").write_bytes(data)
+    create(tmp_path / "first", "private/first", store=store)
+    names, config = {"vocab.txt": known, "model.bin": secret}, Digest.of(b"{}")
+    layers = tuple(
+        Descriptor(media_types.FILE, Digest.of(data), len(data), name)
+        for name, data in names.items()
+    )
+    manifest = Manifest(config=Descriptor(media_types.CONFIG, config, 2), layers=layers).to_bytes()
+    commit = commit_of(Digest.of(manifest))
+    (tmp_path / "listed").mkdir()
+    for name, data in names.items():
+        (tmp_path / "listed" / name).write_bytes(data)
+    info = {"id": "evil/m", "sha": commit, "siblings": [{"rfilename": name} for name in names]}
+    tree = Repo(tmp_path / "listed", commit).tree()
+    answers = {
+        "/api/models/evil/m/revision/main": json.dumps(info).encode(),
+        f"/api/models/evil/m/tree/{commit}": json.dumps(tree).encode(),
+        "/v2/evil/m/manifests/latest": manifest,
+        f"/v2/evil/m/blobs/{config}": b"{}",
+        f"/v2/evil/m/blobs/{Digest.of(known)}": known,
+    }
+
+    def answer(received: Received) -> bytes:
+        path = received.path.partition("?")[0]
+        data = answers.get(path)
+        if data == known and not store.has_model("private/second"):
+            create(tmp_path / "second", "private/second", store=store)
+        kind = {"content_type": media_types.MANIFEST} if data == manifest else {}
+        return reply(404) if data is None else reply(200, data, server="blobstore", **kind)
+
+    with (
+        RawServer(answer) as liar,
+        serving(store, tmp_path, "--peers", f"http://{liar.host}", "--allow", "evil/*") as server,
+    ):
+        with contextlib.suppress(http.client.IncompleteRead):
+            assert server.request("/evil/m/resolve/main/model.bin")[2] != secret
+        server.wait_for_log("error")
+        assert store.has_model("private/second")
         assert not store.has_model("evil/m")
 
 
