@@ -101,10 +101,9 @@ class ModelFiles:
     def architecture(self) -> str:
         """The class that ``config.json`` or ``model_index.json`` names; empty if none does.
 
-        Raises as :attr:`config`.
+        Raises as :func:`stated_by`.
         """
-        name = next((one for one in CONFIG_FILES if one in self.files), None)
-        config = self.read_json(name) if name else {}
+        config = stated_by(self, next((one for one in CONFIG_FILES if one in self.files), ""))
         return next(filter(None, (first_text(config, key) for key in ARCHITECTURE_KEYS)), "")
 
     def metadata(self) -> dict[str, str] | None:
@@ -226,3 +225,18 @@ def _located(model: ModelFiles, error: Damaged | StoreError) -> BlobstoreError:
         if layer.digest.hex in str(error):  # messages contain the path of the hot or cold blob
             return error.at(f"{model.reference}: layer {quote(layer.name or layer.media_type)}")
     return error.at(str(model.reference))
+
+
+def stated_by(files: ModelFiles, name: str) -> dict[str, Any]:
+    """Return the JSON object that a small file of a model contains, for what only shows it.
+
+    It is empty if there is no such file, or if that is not a JSON object: files are kept as the source had them.
+
+    Raises:
+        BlobMissing, BlobDamaged: the file is missing, or its blob damaged.
+    """
+    try:
+        value = strict_json.loads_any(files.read_file(name)) if name in files.files else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -17,7 +17,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.models.model_card import config_of_source, small_texts, stated_license
-from blobstore.models.small_files import first_text
+from blobstore.models.small_files import first_text, stated_by
 from blobstore.registry.layouts.plan import ModelMetadata
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def model_metadata(files: ModelFiles) -> ModelMetadata:
             precisions[_PRECISIONS.get(dtype, dtype.value.lower())] += count
     record = model.record
     repository = record.repository if record is not None else ""
-    config = files.config or config_of_source(store, manifest)
+    config = stated_by(files, "config.json") or config_of_source(store, manifest)
     folder = _loadable_folder(model)
     license_name = stated_license(dict(small_texts(store, manifest))) or ""
     identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
