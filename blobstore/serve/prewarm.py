@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from blobstore.errors import BlobstoreError
+from blobstore.core.escape import quote
+from blobstore.errors import BlobstoreError, UsageError
 from blobstore.operations.transfer.sync import read_lock, sync_models
 from blobstore.serve.messages import Request
 from blobstore.serve.names import is_name
@@ -78,8 +79,16 @@ class Prewarm:
         return True
 
     def _cache_of(self, model: LockedModel) -> PullThrough | None:
-        """Return what fetches a model from the upstream as it is; None for others."""
-        is_there = is_name(model.repository) and COMMIT.fullmatch(model.commit)
-        is_other = model.remote or model.options or not is_there
+        """Return what fetches a model from the upstream as it is; None for others.
+
+        Raises:
+            UsageError: clients cannot ask for the model. It does not become the store's own instead, because the
+                upstream could not say who may read that.
+        """
         through = self._through
-        return None if through is None or is_other or not through.has_upstream else through
+        if through is None or not through.has_upstream or model.remote or model.options:
+            return None
+        if model.repository and not (is_name(model.repository) and COMMIT.fullmatch(model.commit)):
+            where = f"{quote(model.repository)} at {quote(model.commit)}"
+            raise UsageError(f"clients cannot ask a cache for {where}")
+        return through if model.repository else None

@@ -94,14 +94,19 @@ def test_what_cannot_be_fetched_is_asked_for_again(
         until_ready(server)
 
 
-@pytest.mark.parametrize("repository", ["org/mo del", "org/..", "org/model/manifests/x?", "é"])
-def test_a_repository_that_cannot_be_one_is_named_in_the_log(
+@pytest.mark.parametrize(
+    "repository",
+    ["org/mo del", "org/..", "org/model/manifests/x?", "é", "my.org/model", f"org/{'long-' * 17}"],
+)
+def test_a_repository_that_no_client_can_ask_for_is_named_in_the_log(
     hub: HubServer, store: LocalStore, tmp_path: Path, repository: str
 ) -> None:
+    """It does not become the store's own, which everyone may read."""
     with serving(
         store, tmp_path, "--upstream", hub.url, locked(hub, tmp_path, repository)
     ) as server:
-        assert server.wait_for_log("prewarm", "org/model")["error"]
+        error = server.wait_for_log("prewarm", "org/model")["error"]
+        assert error.startswith("clients cannot ask a cache for")
         assert server.request("/readyz")[0] == 503
 
 
