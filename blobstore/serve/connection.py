@@ -39,6 +39,8 @@ GRACE_SECONDS: Final = 2.0
 MAX_HANDSHAKES: Final = capacity.HANDSHAKES.most
 HANDSHAKE_SECONDS: Final = 10
 """How long the handshake of TLS may take."""
+_HANDSHAKE_GRACE_SECONDS: Final = 0.5
+"""How long it may take if another one needs its place."""
 _GOODBYE_SECONDS: Final = 2
 """How long the end of TLS may take."""
 
@@ -62,9 +64,10 @@ class Connections:
     ) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which passes what it reads to that of ``make``, or refuses it."""
         full: Iterable[Connection] = self._moved if len(self) >= self._most else ()
+        grace = GRACE_SECONDS
         if tls is not None and len(self.handshakes) >= MAX_HANDSHAKES:
-            full = self.handshakes
-        if full and not self._ends_one(full):
+            full, grace = self.handshakes, _HANDSHAKE_GRACE_SECONDS
+        if full and not self._ends_one(full, grace):
             return Refusal(is_plain=tls is None)
         connection = Connection(make(), self)
         self.moved(connection)
@@ -73,12 +76,12 @@ class Connections:
         self.handshakes[connection] = None
         return _Encrypted(connection, tls)
 
-    def _ends_one(self, among: Iterable[Connection]) -> bool:
-        """End a connection that is in the way; return whether one was."""
+    def _ends_one(self, among: Iterable[Connection], grace: float) -> bool:
+        """End a connection that has moved no byte for ``grace`` seconds; return whether one had."""
         oldest = next(iter(among))
         idle = next((one for one in among if not one.is_answering), oldest)
         for one in (idle, oldest):
-            if time.monotonic() - self._moved[one] >= GRACE_SECONDS:
+            if time.monotonic() - self._moved[one] >= grace:
                 one.abort()
                 return True
         return False
