@@ -66,8 +66,6 @@ class Access:
 
     tokens: Sequence[Token] | None = None
     """None means that everyone who reaches it may read."""
-    is_ended: bool = False
-    """Whether the file of the tokens ended with a newline."""
     hosts: Sequence[str] | None = None
     """The host names that a request may be for, besides addresses of this machine; None means any."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import FileState, read_regular
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from blobstore.serve.pull_through import PullThrough
 
 _MAX_TOKEN_FILE = 1 << 20
+_WRITING_SECONDS = 10
+"""How long a token file without a newline at its end may still be being written."""
 FRESH_SECONDS = 300.0
 """An answer of the upstream holds for this time, in seconds."""
 
@@ -225,21 +228,21 @@ def _certificate(
 def _read_tokens(path: Path, before: Access | None) -> tuple[Access, str]:
     """Return the access that a file of tokens gives, and its fault. Raises BlobstoreError if nothing was read before.
 
-    A token that is no longer in the file is refused, even if the file has faults, unless it seems to be half written.
+    A token that is no longer in the file is refused, even if the file has faults, unless it may just be being written.
     """
     try:
-        data = read_regular(path, _MAX_TOKEN_FILE)
+        data, state = read_regular(path, _MAX_TOKEN_FILE), FileState.of(path)
     except OSError as error:
         wrong = f"cannot read the token file {quote(path)}: {error.strerror}"
     except BlobstoreError as error:
         wrong = str(error)
     else:
-        is_ended = data.endswith(b"\n")
-        if before is not None and before.is_ended and not is_ended:
-            fault = "the token file has no newline at its end; what it had before holds"
-            return before, f"{quote(path)}: {fault}"
+        age = time.time() - (state.modified / 1e9 if state else 0)
+        if before is not None and not data.endswith(b"\n") and 0 <= age < _WRITING_SECONDS:
+            fault = "the token file has no newline at its end; what it had before holds for"
+            return before, f"{quote(path)}: {fault} {_WRITING_SECONDS} s"
         tokens, wrong = parse_tokens(data)
-        return Access(tokens, is_ended=is_ended), wrong and f"{quote(path)}: {wrong}"
+        return Access(tokens), wrong and f"{quote(path)}: {wrong}"
     if before is None:
         raise BlobstoreError(wrong)
     return Access(()), wrong

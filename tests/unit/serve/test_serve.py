@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
-from blobstore.serve.serve import serve
+from blobstore.serve.serve import _read_tokens, serve
 from blobstore.store.local import LocalStore
 from tests.support.serve_process import serving
 
@@ -52,3 +54,20 @@ def test_what_decodes_frozen_models_is_imported_before_the_first_request(
     store.root.mkdir()
     with serving(store, tmp_path, is_new=True) as server:
         assert "numpy" in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "the-new-token"])
+def test_a_token_file_without_a_newline_at_its_end_counts_after_a_while(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("the-old-token\n")
+    before, _ = _read_tokens(path, None)
+    path.write_text(text)
+    held, fault = _read_tokens(path, before)
+    assert held is before
+    assert "it had before holds for 10 s" in fault
+    for seconds in (-11, 3600):  # a clock that is wrong does not make it hold for longer
+        os.utime(path, (time.time() + seconds,) * 2)
+        after, _ = _read_tokens(path, before)
+        assert [one.secret for one in after.tokens or ()] == ([text.encode()] if text else [])
