@@ -201,14 +201,14 @@ class Upstreams:
                 if not refusal.is_of_repository:
                     client.check_repository(repository)
                 raise
+            asked = repository
             if there.repository != repository:
                 # It was renamed, or has another case. Only the answer about the name that the upstream gives counts.
-                asked = repository
                 repository, there = there.repository, client.revision(there.repository, revision)
                 if there.repository != repository:
                     raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
-                # Before rights are given: what the store has by the former name is of this repository.
-                self._rights.note_renamed(asked, repository)
+            # Before rights are given: what the store has by a former name is of this repository.
+            self._rights.note_called(asked, repository)
             is_whole = client.check_access(repository, there)
             asker = EVERYONE if token == self.token else client_of(token)
             stored = self._rights.unproven(repository, asker) if is_whole else []

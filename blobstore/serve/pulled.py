@@ -301,13 +301,14 @@ class PulledModels:
         if self.of_repository(repository):
             self._write_public(repository, is_public=is_public)
 
-    def note_renamed(self, repository: str, name: str) -> None:
-        """Note that the upstream calls a repository by another name now, if anything of it was fetched by its former one.
+    def note_called(self, repository: str, name: str) -> None:
+        """Note by which name the upstream calls a repository now, if anything of it was fetched. Raises as :meth:`keep`.
 
-        Raises as :meth:`keep`.
+        If it had another name, and has this one again, it may be another repository: what was fetched is not public.
         """
-        if self.of_repository(repository):
-            self._write_public(repository, is_public=False, name=name)
+        new = name if name != repository else ""
+        if repository in self._renamed or (new and self.of_repository(repository)):
+            self._write_public(repository, is_public=False, name=new)
 
     def _write_public(self, repository: str, *, is_public: bool, name: str = "") -> None:
         path = self._path(repository)
@@ -439,10 +440,8 @@ class PulledModels:
         Raises:
             StoreError: that cannot be known now.
         """
-        path, link = (
-            status_of(self._store.manifest_path(reference)),
-            status_of(self._link(reference)),
-        )
+        path = status_of(self._store.manifest_path(reference))
+        link = status_of(self._link(reference))
         path = path or status_of(self._store.names.published.path(reference))  # it is lost
         if path and link and os.path.samestat(path, link):
             return True

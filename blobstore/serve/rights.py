@@ -178,9 +178,9 @@ class Rights:
         is_refused = refused > (given.asked if given else 0.0)
         return self._pulled.is_public(repository) and not is_refused
 
-    def note_renamed(self, repository: str, name: str) -> None:
-        """Note durably that the upstream calls a repository by another name now. Raises StoreError."""
-        self._pulled.note_renamed(repository, name)
+    def note_called(self, repository: str, name: str) -> None:
+        """Note durably by which name the upstream calls a repository now. Raises StoreError."""
+        self._pulled.note_called(repository, name)
 
     def note_public(
         self, repository: str, origin: Origin | None = None, *, is_judged: bool = True

@@ -24,6 +24,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import remove_models, rename_model
 from blobstore.serve.model_files import commit_of
+from blobstore.store.fetched import record_name
 from blobstore.store.local import LocalStore
 from tests.attacks.test_clients_of_upstreams import FILE, NAME, RIGHT, fetch, made, until, weights
 from tests.support.hub_server import HubServer, Repo
@@ -63,6 +64,36 @@ def test_a_repository_that_was_renamed_and_published_opens_no_former_commit(
         new = FILE.replace(NAME, "org/new")
         until(lambda: server.request(FILE)[0] == server.request(new)[0] == 200)
         until(lambda: store.has_model("org/new"))
+        targets = [one.replace("main", it) for one in (FILE, new) for it in ("main", commit)]
+        secret = weights(tmp_path / "secret")
+        assert_stays_secret(secret, server, store, tmp_path / "plain", targets)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_repository_with_the_former_name_of_another_opens_nothing_of_that(
+    hub: HubServer, store: LocalStore, tmp_path: Path, has_weights: bool
+) -> None:
+    hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
+    config = FILE.replace("model.safetensors", "config.json")
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        commit = fetch(server, RIGHT)
+        hub.repos["org/new"] = hub.repos.pop(NAME)
+        hub.renamed[NAME] = "org/new"
+        record = store.folder("pulled") / record_name(NAME)
+        until(
+            lambda: (
+                server.request(FILE, Authorization=RIGHT)[0] == 200
+                and b"org/new" in record.read_bytes()
+            )
+        )
+        del hub.renamed[NAME]
+        source = made(tmp_path / "clean", 2)
+        if not has_weights:
+            (source / "model.safetensors").unlink()
+        (source / "config.json").write_text('{"another": 1}')
+        hub.add(NAME, source).commit = "c" * 40
+        until(lambda: server.request(config)[2] == (source / "config.json").read_bytes())
+        new = FILE.replace(NAME, "org/new")
         targets = [one.replace("main", it) for one in (FILE, new) for it in ("main", commit)]
         secret = weights(tmp_path / "secret")
         assert_stays_secret(secret, server, store, tmp_path / "plain", targets)

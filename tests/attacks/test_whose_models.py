@@ -410,9 +410,9 @@ def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
 ) -> None:
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=True)
-    pulled.note_renamed("org/never", "org/new")
+    pulled.note_called("org/never", "org/new")
     assert not (store.folder("pulled") / pulled._path("org/never").name).exists()
-    pulled.note_renamed(COMMIT[0], "org/new")
+    pulled.note_called(COMMIT[0], "org/new")
     assert not pulled.is_public(COMMIT[0]), "nothing is known of the present one"
     pulled.keep(Origin("org/new", "b" * 40), is_public=True)
     for is_public in (True, False, True):
@@ -420,13 +420,13 @@ def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
         for one in (pulled, PulledModels(store)):
             assert one.is_public(COMMIT[0]) is is_public
             assert (COMMIT[0] in one.open()) is is_public
-    pulled.note_renamed("org/new", COMMIT[0])  # a circle
+    pulled.note_called("org/new", COMMIT[0])  # a circle
     assert not pulled.open()
     pulled.note_public(COMMIT[0], is_public=True)  # another repository has that name now
     pulled.note_public("org/new", is_public=False)
     for one in (pulled, PulledModels(store)):
         assert one.open() == {COMMIT[0]}
-    pulled.note_renamed("org/new", COMMIT[0])
+    pulled.note_called("org/new", COMMIT[0])
     assert "org/new" in pulled.open()
     pulled.own()  # from now on, it does not read what it writes
     pulled.note_public("org/new", is_public=False)  # what the upstream has refused is not that one

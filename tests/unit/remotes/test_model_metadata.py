@@ -9,8 +9,8 @@ from blobstore.models.small_files import ModelFiles
 from blobstore.operations.create.create import create
 from blobstore.remotes.model_metadata import model_metadata
 from blobstore.store.local import LocalStore
-from tests.support.gguf_files import gguf_file, text
 from tests.support.damage import blob_path
+from tests.support.gguf_files import gguf_file, text
 from tests.support.models import dense_tensors, replace_file, write_folder
 
 STRING = 8
