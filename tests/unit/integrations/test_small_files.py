@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.folders import contents
+from tests.support.logs import logged as log_messages
 from tests.support.models import dense_tensors, replace_file, with_layers, write_folder
 from tests.support.signing import key_files, policy
 
@@ -264,19 +266,20 @@ def test_models_are_hashed_by_default_where_that_is_remembered(
 
 
 def test_servers_log_what_was_verified_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BLOBSTORE_VERIFY", raising=False)
-    caplog.set_level("INFO")
     store = LocalStore(tmp_path / "store")
     blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
     count = len(store.resolve("m").blobs)
 
     def logged(verify: Any, given: Any = None) -> str:
-        caplog.clear()
-        with blobstore.open("m", store=store, verify=verify) as model:
+        with (
+            blobstore.open("m", store=store, verify=verify) as model,
+            log_messages(logging.INFO) as found,
+        ):
             log_verified(model, verify, given)
-        return caplog.messages[0]
+        return found[0]
 
     assert logged("size", "size") == (
         "model m:latest: verify=size (as asked for), 0 blobs hashed, 0 known to be intact; "
