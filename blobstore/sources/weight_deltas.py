@@ -7,8 +7,10 @@ their new values. Either is one frame of zstd. The checksum is that of the new b
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from bisect import bisect_left
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import numpy as np
@@ -20,11 +22,13 @@ from blobstore.errors import DamagedSource
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from typing_extensions import Buffer
+
 Encoding = Literal["xor", "overwrite"]
 ENCODINGS: Final = ("xor", "overwrite")
 CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32")
 _LEVEL: Final = 1
-_WINDOW: Final = 2**27
+MAX_WINDOW: Final = 2**27
 """Bytes that a decoder keeps at most, which the highest level of zstd needs."""
 _PIECE: Final = 2**20
 _COUNT: Final = 4
@@ -95,9 +99,15 @@ class Patch:
         """
         import zstandard
 
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         self._error = zstandard.ZstdError
-        self._reader = decompressor.stream_reader(cast("IO[bytes]", _Pieces(frame)))
+        start = bytes(next(frame, b""))
+        self.memory = MAX_WINDOW
+        """The bytes that it holds at most until it is applied."""
+        with contextlib.suppress(zstandard.ZstdError):
+            self.memory = min(MAX_WINDOW, zstandard.get_frame_parameters(start).window_size)
+        pieces = _Pieces(chain([start], frame))
+        self._reader = decompressor.stream_reader(cast("IO[bytes]", pieces))
         self._nbytes = nbytes
         self._done = 0
         self._digester = new_checksum(kind)
@@ -106,6 +116,7 @@ class Patch:
         self._changes: tuple[Any, Any] | None = None
         if encoding == "overwrite":
             self._changes = self._positions()
+            self.memory += (_COUNT + 1) * len(self._changes[0])
 
     def apply(self, piece: memoryview) -> None:
         """Change the next bytes of the tensor in place; the last ones are checked.
@@ -185,7 +196,7 @@ class Patch:
 class _Pieces:
     """Bytes in pieces, as zstandard reads them."""
 
-    def __init__(self, pieces: Iterator[memoryview]) -> None:
+    def __init__(self, pieces: Iterator[Buffer]) -> None:
         self._pieces = pieces
 
     def read(self, _: int = -1) -> bytes:

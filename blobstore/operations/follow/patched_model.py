@@ -18,15 +18,19 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from blobstore.sources.base import SourceFile
 from blobstore.sources.versions import SourceVersions
+from blobstore.sources.weight_deltas import MAX_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Final
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.sources.weight_deltas import Patch
     from blobstore.sources.weight_versions import OpenChanges
     from blobstore.store.local import LocalStore
+
+_PIECE: Final = 2**20
 
 
 class TrainedModel:
@@ -130,16 +134,46 @@ class PatchedModel:
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :class:`TensorSource`."""
         nbytes = self.specs[name].nbytes
-        patches: list[Patch] = [
-            version.patch(name, nbytes) for version in self._versions if name in version.checksums
-        ]
-        if not nbytes:
-            for patch in patches:
+        whole: memoryview | None = None
+        patches: list[Patch] = []
+        for version in self._versions:
+            if name not in version.checksums:
+                continue
+            patch = version.patch(name, nbytes)
+            if not nbytes:
                 patch.finish()
-        for piece in self._model.pieces(name, buffer):
+                continue
+            patches.append(patch)
+            # A small file may need a large window, and there may be many versions.
+            if sum(one.memory for one in patches) > max(nbytes, MAX_WINDOW):
+                whole = self._changed(name, patches, whole)
+                patches = []
+        for piece in self._pieces(name, buffer, whole):
             for patch in patches:
                 patch.apply(piece)
             yield piece
+
+    def _pieces(
+        self, name: str, buffer: memoryview, whole: memoryview | None
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, each piece in ``buffer``, from ``whole`` if some versions have changed that."""
+        if whole is None:
+            yield from self._model.pieces(name, buffer)
+            return
+        for begin in range(0, len(whole), len(buffer)):
+            piece = buffer[: len(whole) - begin]
+            piece[:] = whole[begin : begin + len(piece)]
+            yield piece
+
+    def _changed(self, name: str, patches: Sequence[Patch], whole: memoryview | None) -> memoryview:
+        """Return all bytes of a tensor after some changes."""
+        if whole is None:
+            whole = memoryview(bytearray(self.specs[name].nbytes))
+            self._model.read(name, whole)
+        for begin in range(0, len(whole), _PIECE):
+            for patch in patches:
+                patch.apply(whole[begin : begin + _PIECE])
+        return whole
 
     def close(self) -> None:
         """Close the files of the changes."""

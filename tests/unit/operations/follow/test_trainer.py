@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import threading
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,12 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.follow import trainer
+from blobstore.operations.follow import patched_model, trainer
 from blobstore.operations.follow.follow import Followed
 from blobstore.operations.follow.trainer import find_manifest
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.weight_deltas import Patch
 from blobstore.sources.weight_versions import OpenChanges, WeightVersion
 from blobstore.store.local import LocalStore
 from tests.readers.weight_versions import INDEX, Trainer
@@ -100,6 +103,32 @@ def test_versions_that_were_missed_come_in_one_step(run: Run) -> None:
     (followed,) = run.follow(keep_last=1)
     assert (followed.version, str(followed.kept)) == ("000003", "policy:latest-v000003")
     run.check()
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_the_memory_of_missed_versions_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    run = Run(tmp_path, encoding=encoding)
+    most = Counter[str]()
+    opened: dict[str, list[weakref.ref[Patch]]] = defaultdict(list)
+    patch = OpenChanges.patch
+
+    def counted(version: OpenChanges, name: str, nbytes: int) -> Patch:
+        made = patch(version, name, nbytes)
+        opened[name].append(weakref.ref(made))
+        alive = [one for it in opened[name] if (one := it()) is not None]
+        most[name] = max(most[name], sum(one.memory for one in alive[:-1]) - nbytes)
+        return made
+
+    monkeypatch.setattr(OpenChanges, "patch", counted)
+    monkeypatch.setattr(patched_model, "MAX_WINDOW", 1)
+    for _ in range(9):
+        run.step()
+    run.follow()
+    run.check()
+    assert max(map(len, opened.values())) >= 9
+    assert max(most.values()) <= 0, "the next one may need as much"
 
 
 def test_more_versions_are_made_up_for_than_files_may_be_open(
