@@ -86,6 +86,8 @@ class Rights:
             proven: the commits that the upstream has given to the client with it.
         """
         if right.giver == UPSTREAM or right.commit:
+            # The upstream may be away since it has said the present name.
+            right = replace(right, repository=self._pulled.present(right.repository))
             with self._lock:
                 repository, client = right.repository, right.client
                 before = frozenset({right.commit})

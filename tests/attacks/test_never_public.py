@@ -443,6 +443,21 @@ def test_a_repository_that_was_renamed_answers_for_the_operators_models_in_it(
         assert [server.request(one)[0] for one in targets] == [200] * 3
 
 
+def test_a_former_name_is_answered_while_the_upstream_is_away(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add(NAME, made(tmp_path / "source", 1))
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        commit = fetch(server)
+        hub.repos["org/new"] = hub.repos.pop(NAME)
+        hub.renamed[NAME] = "org/new"
+        record = store.folder("pulled") / record_name(NAME)
+        until(lambda: server.request(FILE)[0] == 200 and b"org/new" in record.read_bytes())
+        hub.repos["org/new"].status = 502
+        for target in (FILE, FILE.replace("main", commit), f"/v2/{NAME}/tags/list"):
+            assert server.request(target)[0] == 200
+
+
 def test_a_commit_that_the_operator_removed_is_refused_while_the_upstream_is_away(
     hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
