@@ -127,7 +127,13 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
         BlobstoreError: it is a folder, device, pipe or socket. Reading one might never end.
     """
     flags = OPEN_FLAGS if follow else OPEN_FLAGS | os.O_NOFOLLOW
-    return check_regular(os.open(path, flags), path)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # as of a socket
+            raise BlobstoreError(f"{quote(path)} is not a regular file") from error
+        raise
+    return check_regular(descriptor, path)
 
 
 def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:

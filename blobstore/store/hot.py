@@ -199,7 +199,7 @@ class HotShelf:
     def error_of(self, digest: Digest, error: OSError) -> Damaged | StoreError:
         """Return the error to raise when the system refuses an operation on a blob."""
         path = self._path(digest)
-        if error.errno == errno.ELOOP:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or a socket
             return not_a_file(f"blob {quote(path)}")
         if is_absence(error):
             return BlobMissing(f"blob {quote(path)} is missing")

@@ -7,6 +7,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import stat
 import time
 from collections.abc import Callable
@@ -95,8 +96,10 @@ def test_follows_links_only_if_allowed(path: Path) -> None:
 
 def test_rejects_files_that_might_never_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(tmp_path):
+        made.bind("socket")
     before = open_files(ANYWHERE)
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero")):
         with pytest.raises(BlobstoreError, match=f"'{path}' is not a regular file"):
             open_regular(path)
     assert open_files(ANYWHERE) == before

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,8 +106,13 @@ def link(path: Path) -> None:
     path.symlink_to("target")
 
 
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)  # a whole path may be too long
+
+
 @every_reader
-@pytest.mark.parametrize("make", [link, Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("make", [link, Path.mkdir, os.mkfifo, bind])
 def test_a_blob_must_be_a_regular_file(
     store: LocalStore, path: Path, reader: Callable[..., object], make: Callable[[Path], None]
 ) -> None:
