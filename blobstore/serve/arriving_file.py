@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from blobstore.sources.hub_listing import ListedFile
 
 _PIECE = 1 << 20
-_TOLD_BYTES = 64 << 10
-"""Bytes after which readers are called."""
-_TOLD_SECONDS = 0.1
-"""Seconds after which they are called for fewer."""
+_CALL_SECONDS = 0.001
+"""Readers are called again no sooner than this time, times the number of readers. Pieces may be single bytes."""
+_PATIENCE_SECONDS = 0.1
 
 
 def max_files(limit: int) -> int:
@@ -125,8 +124,8 @@ class ArrivingFile:
         self._digester = digester_of(listed)
         self._lock = threading.Lock()
         self._callbacks: set[Callable[[], object]] = set()
-        self._told, self._told_at = 0, 0.0
-        """How many bytes there were, and when, as readers were last called."""
+        self._called = 0.0
+        """When readers were last called."""
         self._error: BlobstoreError | None = None
         self._is_verified = False
         self.descriptor = -1
@@ -240,20 +239,28 @@ class ArrivingFile:
     def _advance(self, count: int) -> None:
         # After the bytes are in the file: readers read up to this.
         self.written += count
-        now = time.monotonic()
         # A slow upstream sends small pieces. If each woke every reader, a thousand of them would stop all others.
-        if self.written - self._told >= _TOLD_BYTES or now - self._told_at >= _TOLD_SECONDS:
-            self._told, self._told_at = self.written, now
+        if time.monotonic() - self._called >= self._pause:
             self._wake()
 
     def _wake(self) -> None:
+        self._called = time.monotonic()
         with self._lock:
             callbacks = list(self._callbacks)
             # Without the lock, because a callback may add or remove others.
         for call in callbacks:
             call()
 
+    @property
+    def _pause(self) -> float:
+        return _CALL_SECONDS * len(self._callbacks)
+
     # Called by readers
+
+    @property
+    def patience(self) -> float:
+        """See :meth:`calling`, in seconds."""
+        return max(self._pause, _PATIENCE_SECONDS)
 
     def readable(self, begin: int) -> int:
         """Return how many bytes from ``begin`` on can be read.
@@ -271,7 +278,8 @@ class ArrivingFile:
     def calling(self, on_change: Callable[[], object]) -> Iterator[None]:
         """While the block runs, call a function on the fetching thread as bytes arrive, and when the fetch ends or fails.
 
-        Of bytes that arrive one after the other, it is called for some only. Those that no call was for can be read, too.
+        Of bytes that arrive one after the other, it is called for some only. A reader that has waited for
+        :attr:`patience` has to look itself.
         """
         with self._lock:
             self._callbacks.add(on_change)

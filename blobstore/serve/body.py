@@ -172,7 +172,9 @@ class BodySender:
                     await self._send_file(arriving, begin, ready, writer, transport, on_sent)
                     begin = ready
                     continue
-                await changed.wait()
+                with contextlib.suppress(TimeoutError):  # bytes may be there that were not reported
+                    async with asyncio.timeout(part.file.patience):
+                        await changed.wait()
 
     async def _send_file(
         self,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import math
 import os
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from blobstore.errors import BlobstoreError, DamagedSource, StoreError
-from blobstore.serve import arriving_file
 from blobstore.serve.arriving_file import ArrivingFile, Claim
 from blobstore.sources.hub_listing import ListedFile
 
@@ -132,19 +133,23 @@ def test_bytes_and_the_end_are_reported_to_readers(tmp_path: Path) -> None:
     assert file.readable(0) == len(DATA)
 
 
-def test_small_pieces_wake_readers_together(
+def test_many_readers_are_not_called_for_each_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arriving_file, "_TOLD_SECONDS", math.inf)
-    monkeypatch.setattr(arriving_file, "_TOLD_BYTES", 1000)
-    file, reports = arriving(tmp_path / "file"), []
-    with file.calling(lambda: reports.append(file.written)):
-        for place in range(0, len(DATA), 100):
-            file.append(DATA[place : place + 100])
-            assert file.readable(0) == min(place + 100, len(DATA) - 1), "others may read them"
+    now, calls = [100.0], Counter[int]()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file = arriving(tmp_path / "file")
+    with contextlib.ExitStack() as readers:
+        for number in range(500):
+            readers.enter_context(file.calling(partial(calls.update, [number])))
+        for _ in range(1000):
+            file.append(DATA[file.written : file.written + 1])
+        assert calls == dict.fromkeys(range(500), 1), "the rest they find when they look"
+        assert file.readable(0) == 1000
+        now[0] += file.patience
+        file.append(DATA[1000:])
         file.finish()
-    assert reports == [1000, 2000, len(DATA)]
-    assert file.readable(0) == len(DATA)
+    assert calls == dict.fromkeys(range(500), 3)
 
 
 def test_a_file_stays_readable_when_its_name_is_gone(tmp_path: Path) -> None:
