@@ -93,18 +93,22 @@ class Access:
 
         If this server has tokens of its own, that of the upstream follows one of them and a colon.
         """
-        text = ""
-        if (token := self._token(request)) is not None:
-            own = token.secret and token.secret + b":"
-            text = _presented(request)[len(own) :].decode("latin-1")
-        return text if _HEADER.fullmatch(text) else ""
+        if (token := self._token(request)) is None:
+            return ""
+        own = token.secret and token.secret + b":"
+        left = _presented(request)[len(own) :]
+        text = left.decode("latin-1")
+        # A second token of this server is not for the upstream either.
+        return text if _HEADER.fullmatch(text) and not (own and self._token_of(left)) else ""
 
     def _token(self, request: Request) -> Token | None:
         """Return the token of this server that a request has; None without a valid one."""
+        return self._token_of(_presented(request))
+
+    def _token_of(self, given: bytes) -> Token | None:
         if self.tokens is None:
             return _ANY
         # All are compared, so that the time says nothing about which one is near.
-        given = _presented(request)
         equal = [one for one in self.tokens if hmac.compare_digest(given, one.secret)]
         starts = [(one, one.secret + b":") for one in self.tokens]
         begun = [one for one, own in starts if hmac.compare_digest(given[: len(own)], own)]

@@ -193,6 +193,8 @@ def test_with_no_token_at_all_nobody_is_let_in(library: Library) -> None:
         ("Bearer hf_first-token:hf_up", "hf_up"),
         ("Bearer the-second-token:hf:up", "hf:up"),
         ("Bearer the-second-token:and-more", ""),
+        ("Bearer the-second-token:hf_first-token", ""),
+        ("Bearer hf_first-token:hf_first-token:hf_up", ""),
         ("Bearer the-second-token:and-more:hf_up", "hf_up"),
         (basic("user:hf_first-token:hf_up"), "hf_up"),
         (basic("user:hf_first-token:hf_up\r\nX-Evil: x"), ""),
