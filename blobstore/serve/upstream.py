@@ -159,6 +159,10 @@ class UpstreamClient:
             raise self._malformed(repository) from None
         if not is_sound:
             raise self._malformed(repository)
+        if (
+            COMMIT.fullmatch(revision) and commit != revision
+        ):  # a branch may be called like a commit
+            raise Refusal(404, "RevisionNotFound")
         if not names:
             raise Refusal(404, "EntryNotFound", "the model has no files")
         name = self._name_of(info, repository)

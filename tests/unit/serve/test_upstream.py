@@ -132,6 +132,18 @@ def test_an_upstream_says_who_a_token_belongs_to(store: LocalStore, tmp_path: Pa
         client.user()
 
 
+def test_a_branch_that_is_called_like_a_commit_is_none(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        folder = write_folder(tmp_path / "model", dense_tensors())
+        commit = hub.add("org/model", folder).commit
+        hub.branch("org/model", "d" * 40, folder)
+        with UpstreamClient(Upstream(hub.url), "", IMPATIENT) as client:
+            assert client.revision("org/model", commit).commit == commit
+            with pytest.raises(Refusal) as refused:
+                client.revision("org/model", "d" * 40)
+    assert refused.value.code == "RevisionNotFound"
+
+
 def test_a_refusal_has_the_name_to_which_the_upstream_led(tmp_path: Path) -> None:
     with HubServer() as hub:
         hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()), token="hf_right")
