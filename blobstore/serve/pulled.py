@@ -379,11 +379,13 @@ class PulledModels:
         new = link.with_name(f"{link.name}.new")
         new.unlink(missing_ok=True)
         os.link(self._store.manifest_path(reference), new, follow_symlinks=False)
-        if read_regular(new, _MAX_RECORD) == data:
+        if is_linked := read_regular(new, _MAX_RECORD) == data:
             new.replace(link)
         new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
-        # Only after the link, so that at each moment one of both says whose the name is.
-        self.not_given(reference)
+        if (
+            is_linked
+        ):  # only after the link, so that at each moment one of both says whose the name is
+            self.not_given(reference)
 
     def giving(self, reference: Reference, commit: Commit) -> None:
         """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError.

@@ -185,6 +185,20 @@ def test_a_name_counts_as_given_though_the_fetch_was_killed_after_it(
     assert again.has_given(reference)
 
 
+def test_a_name_counts_as_given_though_the_fetch_of_its_next_version_was_killed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    for commit in (ORIGIN.commit, "e" * 40):
+        pulled.giving(reference, (ORIGIN.repository, commit))
+        import_as(store, tmp_path / commit, replace(ORIGIN, commit=commit))
+        if commit == ORIGIN.commit:
+            pulled.give(reference, store.resolve(reference))
+    again = PulledModels(store)
+    again.own()
+    assert again.has_given(reference)
+
+
 @pytest.mark.parametrize("commit", ["a" * 40, "d" * 40])
 def test_a_name_that_was_to_be_given_stays_the_operators(
     commit: str, store: LocalStore, tmp_path: Path
