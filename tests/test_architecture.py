@@ -89,6 +89,7 @@ WRITES_ELSEWHERE = {
     "blobstore/safetensors/numpy.py": "serialization writes the file",
     "blobstore/safetensors/torch.py": "serialization writes the file",
     "blobstore/serve/arriving_file.py": "a folder of the store for files that are being fetched",
+    "blobstore/serve/given_names.py": "a folder of the store for notes",
     "blobstore/serve/pulled.py": "a folder of the store for notes",
     "blobstore/sources/hub_listing.py": "the cache of the Hub's client",
 }

@@ -241,7 +241,9 @@ class CacheLimit:
         damaged = [self._damaged(entry.reference) for entry in names.unreadable()]
         origins = self._origins(names)
         given = {
-            name for name, origin in origins.items() if origin and self._pulled.has_given(name)
+            name
+            for name, origin in origins.items()
+            if origin and self._pulled.names.has_given(name)
         }
         hex_digests = names.references.hex_digests()
 
@@ -277,7 +279,7 @@ class CacheLimit:
     def _damaged(self, name: Reference) -> _Fetched | None:
         """Return a fetched model of which only the name is known, and goes first; None if it may be another model."""
         with contextlib.suppress(BlobstoreError):
-            if self._pulled.has_given(name):
+            if self._pulled.names.has_given(name):
                 data = self._store.read_manifest(name)
                 return _Fetched(None, 0.0, [(name, Digest.of(data))])
         return None
@@ -303,7 +305,7 @@ class CacheLimit:
                     # The name may have been given to another model in the meantime, or this one by the operator.
                     with contextlib.suppress(BlobstoreError):
                         data = self._store.read_manifest(reference)
-                        if Digest.of(data) == manifest and self._pulled.has_given(reference):
+                        if Digest.of(data) == manifest and self._pulled.names.has_given(reference):
                             self._store.names.remove(reference)
             removed.append((version.origin, only))
         if not removed:

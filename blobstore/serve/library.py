@@ -182,7 +182,7 @@ class Library:
         The source of the model does not count: the operator may have imported what clients make the server fetch.
         """
         is_taken = self.store.manifest_version(reference) or self.store.is_gone(reference)
-        return bool(is_taken) and not self.pulled.has_given(reference)
+        return bool(is_taken) and not self.pulled.names.has_given(reference)
 
     def ownership(self, name: Reference, *, is_one: bool = False) -> Ownership:
         """Return whose the names of a repository are that are served to somebody, or whose one is. Raises NotPrepared."""

@@ -195,7 +195,7 @@ class ModelFetches:
     def _remove(self, names: Iterable[Reference]) -> None:
         """Remove names that fetches have given."""
         with self._store.writing(), self._store.exclusive_lock():
-            self._store.names.remove(*filter(self._library.pulled.has_given, names))
+            self._store.names.remove(*filter(self._library.pulled.names.has_given, names))
 
     def _misspelt(self, arrival: Arrival) -> Sequence[Reference]:
         """Return the names of the repository in another spelling, which the upstream uses no more; none if one is own."""
@@ -213,9 +213,9 @@ class ModelFetches:
             with self._library.pulled.held(commit) as is_recorded:
                 if is_recorded:  # without a record, it would be for everyone
                     self._store.names.publish(self._update(reference, commit), manifest)
-                    self._library.pulled.give(reference, manifest)
+                    self._library.pulled.names.give(reference, manifest)
         except BlobstoreError as error:
-            self._library.pulled.not_given(reference)
+            self._library.pulled.names.not_given(reference, commit)
             self._note(model=str(reference), error=str(error))
 
     def fail(self, key: Commit, refusal: Refusal) -> None:
@@ -289,7 +289,7 @@ class ModelFetches:
             self._store.exclusive_lock(),
         ):  # what changes after it is not replaced
             check_given(self._library, reference)
-            self._library.pulled.giving(reference, commit)
+            self._library.pulled.names.giving(reference, commit)
             return replace(self._store.names.seen(reference), is_fetched=True)
 
     def count_error(self) -> None:
@@ -310,12 +310,12 @@ class ModelFetches:
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
-                    self._library.pulled.give(arrival.reference, manifest)
+                    self._library.pulled.names.give(arrival.reference, manifest)
                     for reference in arrival.names - {arrival.reference}:
                         self._name(reference, manifest, key)
             bounded(self.ended_at)[key] = time.monotonic()
         elif isinstance(arrival.error, NameTaken):
-            self._library.pulled.not_given(arrival.reference)
+            self._library.pulled.names.not_given(arrival.reference, key)
         if arrival.dropped:
             with contextlib.suppress(BlobstoreError):
                 remove_blobs(self._store, {one.hex for one in arrival.dropped})

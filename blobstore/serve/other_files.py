@@ -120,14 +120,14 @@ class OtherFile(Fetch):
 
     def _is_wanted(self, reference: Reference, manifest: Manifest) -> bool:
         with contextlib.suppress(BlobstoreError):  # another one is damaged
-            return self._library.pulled.has_given(reference) and (
+            return self._library.pulled.names.has_given(reference) and (
                 self._library.pulled.commit_of(manifest) == (self.repository, self.commit)
             )
         return False
 
     def _giving(self, reference: Reference, manifest: Manifest) -> AbstractContextManager[None]:
         commit = (self.repository, self.commit)
-        return self._library.pulled.changing(reference, commit, manifest)
+        return self._library.pulled.names.changing(reference, commit, manifest)
 
 
 class OtherFiles:

@@ -89,6 +89,6 @@ class Ownerships:
         bounded(self._kept)[repository] = _Kept(found, version, until)
 
     def _found(self, tags: Sequence[Reference]) -> Ownership:
-        fetched = tuple(filter(self._pulled.has_given, tags))
+        fetched = tuple(filter(self._pulled.names.has_given, tags))
         copies = {name: origin for name, origin in self._origins(tags).items() if origin}
         return Ownership(tags, fetched, copies)

@@ -20,27 +20,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
 from blobstore.core.files import (
     FileVersion,
-    is_absence,
     is_there,
     make_folders,
     read_regular,
-    status_of,
     write_file,
 )
-from blobstore.errors import BlobstoreError, InvalidManifest, NameTaken, StoreError
-from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import Reference
+from blobstore.errors import BlobstoreError
 from blobstore.models.source_layers import read_source_record
+from blobstore.serve.given_names import MAX_RECORD, GivenNames, read_record
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
 from blobstore.store.fetched import (
     Brought,
     brought_name,
     fetched_from,
-    giving_name,
-    link_name,
     record_name,
 )
 from blobstore.store.scan import list_names
@@ -49,11 +43,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.manifests.model import Manifest
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
-_MAX_RECORD: Final = 64 << 20
 _SETTLED_NS: Final = 2 * 10**9
 """Nanoseconds after which another change of a folder cannot have the same time."""
 _TOUCH_SECONDS: Final = 30.0
@@ -164,6 +158,8 @@ class PulledModels:
         """Read the records. Raises StoreError if their folder cannot be read."""
         self._store = store
         self._folder = store.folder("pulled")
+        self.names = GivenNames(store, self.commit_of)
+        """Which names have models of fetches."""
         self._lock = threading.Lock()
         self._is_own = False
         self._version: FileVersion | None = None
@@ -195,21 +191,7 @@ class PulledModels:
         """Look at the folder for the last time: from now on, no other process may write records."""
         self._look()
         self._is_own = True
-        with contextlib.suppress(OSError):
-            self._link_again()
-            for path in self._folder.glob(".name-*"):
-                if path.lstat().st_nlink == 1:  # the name was removed, or has another model
-                    path.unlink()
-            for path in self._folder.glob(".giving-*"):
-                self._settle(path)
-
-    def _link_again(self) -> None:
-        """Give names their second links again if the store was copied by a program that copies no hard links."""
-        for reference in self._store.references():
-            status = status_of(self._link(reference))
-            if status is not None and status.st_nlink == 1:
-                with contextlib.suppress(BlobstoreError), self._store.exclusive_lock():
-                    self._link_to(reference, read_regular(self._link(reference), _MAX_RECORD))
+        self.names.settle()
 
     def _look(self) -> None:
         """Read the records that have changed."""
@@ -231,7 +213,7 @@ class PulledModels:
                 found, known = FileVersion.of(path), self._files.get(name)
                 try:
                     if known is None or known[0] != found:
-                        record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
+                        record = _Record.from_bytes(read_regular(path, MAX_RECORD))
                         known = found, record.short()
                     files[name] = known
                 except (OSError, ValueError, BlobstoreError):  # as if it were lost
@@ -363,114 +345,6 @@ class PulledModels:
                 public = {one: it for one, it in public.items() if one != origin.repository}
             self._set(records, public, self._renamed)
 
-    def give(self, reference: Reference, manifest: Manifest) -> None:
-        """Note that a fetch has given a name this manifest, if it still has it, and the user has not given it since.
-
-        The note is a second link to the manifest's file: even if its bytes are damaged, the name has this file until it
-        is given another model. On file systems without hard links, the note of :meth:`giving` stays.
-        """
-        with contextlib.suppress(OSError, BlobstoreError), self._store.exclusive_lock():
-            if is_there(self._note(reference)):
-                self._link_to(reference, manifest.to_bytes())
-
-    def _link_to(self, reference: Reference, data: bytes) -> None:
-        """Link the manifest of a name if it has these bytes. Raises OSError."""
-        link = self._link(reference)
-        new = link.with_name(f"{link.name}.new")
-        new.unlink(missing_ok=True)
-        os.link(self._store.manifest_path(reference), new, follow_symlinks=False)
-        if is_linked := read_regular(new, _MAX_RECORD) == data:
-            new.replace(link)
-        new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
-        if (
-            is_linked
-        ):  # only after the link, so that at each moment one of both says whose the name is
-            self.not_given(reference)
-
-    def giving(self, reference: Reference, commit: Commit) -> None:
-        """Note durably that a fetch is about to give a name a commit, until :meth:`give`. Raises StoreError.
-
-        The caller holds the exclusive lock, and has looked whether a fetch may give it: names that the user gives from
-        then on remove the note.
-        """
-        self._write(self._note(reference), strict_json.dumps([str(reference), *commit]).encode())
-
-    @contextlib.contextmanager
-    def changing(self, reference: Reference, commit: Commit, manifest: Manifest) -> Iterator[None]:
-        """Keep a name that a fetch has given, while the block gives it another manifest of the same commit.
-
-        Raises:
-            NameTaken: it is the user's by now.
-            StoreError: the store cannot be written.
-        """
-        with self._store.writing(), self._store.exclusive_lock():
-            if not self.has_given(reference):
-                raise NameTaken(f"{reference} is a model of the store's own by now")
-            # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
-            is_noted = is_there(self._note(reference))
-            # If this process is killed, the next one settles the name by this.
-            self.giving(reference, commit)
-        try:
-            yield
-        except BlobstoreError:
-            if not is_noted:
-                self.not_given(reference)
-            raise
-        self.give(reference, manifest)
-
-    def not_given(self, reference: Reference) -> None:
-        """Remove the note of :meth:`giving`."""
-        with contextlib.suppress(OSError):
-            self._note(reference).unlink(missing_ok=True)
-
-    def _settle(self, note: Path) -> None:
-        """Complete the work of a killed process: link the manifest if the name has got the commit of the note."""
-        try:
-            reference = Reference.parse(strict_json.loads(read_regular(note, _MAX_RECORD))[0])
-            if self.has_given(reference):
-                self.give(reference, self._store.resolve(reference))
-                return
-        except (LookupError, TypeError, ValueError, BlobstoreError):
-            pass
-        note.unlink(missing_ok=True)
-
-    def has_given(self, reference: Reference) -> bool:
-        """Return whether a name has the file that a fetch gave it, even if its bytes are damaged.
-
-        Damaged bytes in another file are nobody's: if a fetch gave the name, it may do so again.
-
-        Raises:
-            StoreError: that cannot be known now.
-        """
-        path = status_of(self._store.manifest_path(reference))
-        link = status_of(self._link(reference))
-        path = path or status_of(self._store.names.published.path(reference))  # it is lost
-        if path and link and os.path.samestat(path, link):
-            return True
-        try:
-            manifest = self._manifest(reference) if path and link else None
-            noted = strict_json.loads(_read(self._note(reference)))
-            commit = self.commit_of(manifest or self._manifest(reference))
-            return commit is not None and noted == [str(reference), *commit]
-        except InvalidManifest:
-            return link is not None
-        except StoreError:
-            raise
-        except (OSError, ValueError, BlobstoreError):  # there is no note, or it is damaged
-            return False
-
-    def _manifest(self, reference: Reference) -> Manifest:
-        """Return the manifest that a name has, or has lost. Raises OSError and BlobstoreError."""
-        if self._store.is_gone(reference):
-            return Manifest.from_bytes(self._store.names.published.read_manifest(reference))
-        return self._store.resolve(reference)
-
-    def _link(self, reference: Reference) -> Path:
-        return self._folder / link_name(reference)
-
-    def _note(self, reference: Reference) -> Path:
-        return self._folder / giving_name(reference)
-
     def records(self) -> Mapping[Commit, Origin]:
         """Return the records of commits that were fetched or are being fetched, as of now."""
         self._look()
@@ -513,7 +387,7 @@ class PulledModels:
 
     def brought(self, manifest: Digest) -> Brought | None:
         """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
-        noted = _read(self._folder / brought_name(manifest))
+        noted = read_record(self._folder / brought_name(manifest))
         if not noted:
             return None
         return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS
@@ -539,7 +413,7 @@ class PulledModels:
         """Return a record with its other files, which are read for that. Raises StoreError."""
         with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
-            found = _Record.from_bytes(_read(path)).origin
+            found = _Record.from_bytes(read_record(path)).origin
             plain = replace(origin, brought=None, manifest=None)
             if found is not None and found.short() == plain:
                 return replace(origin, others=found.others)
@@ -569,18 +443,6 @@ class PulledModels:
     def _path(self, repository: str, commit: str = "") -> Path:
         """Return the path of the record of a commit, or of a repository."""
         return self._folder / record_name(repository, commit)
-
-
-def _read(path: Path) -> bytes:
-    """Return the bytes of a record, none if it is not there. Raises StoreError."""
-    try:
-        return read_regular(path, _MAX_RECORD)
-    except BlobstoreError:  # it is not a file of ours
-        return b""
-    except OSError as error:
-        if is_absence(error):
-            return b""
-        raise StoreError(f"cannot read {quote(path)}: {error.strerror}") from error
 
 
 def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:

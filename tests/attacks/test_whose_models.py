@@ -59,9 +59,9 @@ def fetch(store: LocalStore, source: Path, name: Reference) -> None:
     """Do what a server does when it fetches a restricted model for a client."""
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=False)
-    pulled.giving(name, COMMIT)
+    pulled.names.giving(name, COMMIT)
     import_as(store, source, name, mark_of(COMMIT))
-    pulled.give(name, store.resolve(name))
+    pulled.names.give(name, store.resolve(name))
 
 
 def import_as(store: LocalStore, source: Path, name: Reference, mark: str = "") -> None:
@@ -247,9 +247,9 @@ def test_a_model_that_the_user_imports_while_a_fetch_gives_the_name_is_his(
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=False)
     if is_noted:
-        pulled.giving(NAME, COMMIT)
+        pulled.names.giving(NAME, COMMIT)
     import_as(store, source, NAME)
-    assert not pulled.has_given(NAME)
+    assert not pulled.names.has_given(NAME)
     assert is_shown(store, NAME)
 
 
@@ -258,17 +258,17 @@ def test_a_name_that_the_user_gives_the_fetched_manifest_is_his_whenever_a_fetch
 ) -> None:
     pulled, manifest = PulledModels(cache), cache.resolve(NAME)
     for is_given in (False, True):
-        pulled.giving(COPY, COMMIT)
+        pulled.names.giving(COPY, COMMIT)
         if is_given:
             import_as(cache, source, COPY, mark_of(COMMIT))
         copy_model(NAME, COPY, store=cache)
         if not is_given:
             import_as(cache, source, COPY, mark_of(COMMIT))
-        pulled.give(COPY, manifest)
-        assert not pulled.has_given(COPY)
-        with pytest.raises(NameTaken), pulled.changing(COPY, COMMIT, manifest):
+        pulled.names.give(COPY, manifest)
+        assert not pulled.names.has_given(COPY)
+        with pytest.raises(NameTaken), pulled.names.changing(COPY, COMMIT, manifest):
             pass
-        assert not pulled.has_given(COPY)
+        assert not pulled.names.has_given(COPY)
         remove_models([COPY], store=cache)
 
 

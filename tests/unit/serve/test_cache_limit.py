@@ -61,8 +61,8 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             mark = mark_of((source.repository, source.commit))
             import_source(source, replace_any(source.repository), store, ImportOptions(), mark=mark)
         fetched = Reference.parse(source.repository)
-        library.pulled.giving(fetched, (source.repository, source.commit))
-        library.pulled.give(fetched, store.resolve(fetched))
+        library.pulled.names.giving(fetched, (source.repository, source.commit))
+        library.pulled.names.give(fetched, store.resolve(fetched))
     library.pulled.touch(Origin("org/b", "1" * 40))
     return CacheLimit(library, MOST)
 

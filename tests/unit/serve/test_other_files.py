@@ -188,7 +188,7 @@ def test_all_files_that_end_at_once_are_kept(
             assert "error" not in server.wait_for_log("file", name)
         assert listed(server) == files_of(repo)
     assert {layer.name for layer in store.resolve(NAME).layers} >= right.keys()
-    assert PulledModels(store).has_given(Reference.parse(NAME))
+    assert PulledModels(store).names.has_given(Reference.parse(NAME))
     assert not verify_models(store=store).faults
 
 

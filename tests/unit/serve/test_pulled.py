@@ -9,15 +9,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import NameTaken, StoreError
+from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.planning.import_options import ImportOptions
-from blobstore.serve import pulled as records
+from blobstore.serve import given_names
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.fetched import mark_of
@@ -30,10 +29,6 @@ OLD = replace(ORIGIN, is_marked=False)
 FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
 
 
-def record_of(store: LocalStore, what: str = f"@{ORIGIN.commit}") -> Path:
-    return store.folder("pulled") / Digest.of(f"{ORIGIN.repository}{what}".encode()).hex
-
-
 def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
     """Import a model as a fetch does."""
     folder = write_folder(tmp_path / "fetched", dense_tensors())
@@ -43,6 +38,10 @@ def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
         update = replace(store.names.seen(reference), is_fetched=True)
         mark = mark_of((origin.repository, origin.commit)) if origin.is_marked else ""
         import_source(source, update, store, ImportOptions(), started=0.0, mark=mark)
+
+
+def record_of(store: LocalStore, what: str = f"@{ORIGIN.commit}") -> Path:
+    return store.folder("pulled") / Digest.of(f"{ORIGIN.repository}{what}".encode()).hex
 
 
 def test_a_record_survives_the_process(store: LocalStore) -> None:
@@ -117,25 +116,6 @@ def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
     assert PulledModels(store).is_public(ORIGIN.repository)
 
 
-def test_a_record_that_cannot_be_read_now_is_not_absent(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    create(write_folder(tmp_path / "model", dense_tensors()), "org/model", store=store)
-    pulled, reference = PulledModels(store), Reference.parse("org/model")
-    pulled.keep(ORIGIN, is_public=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "read_regular", fails)
-        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
-            pulled.with_others(ORIGIN)
-        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
-            pulled.has_given(reference)
-    assert pulled.with_others(ORIGIN) == ORIGIN
-    assert not pulled.has_given(reference)
-
-
 def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_path: Path) -> None:
     import_as(store, tmp_path, OLD)
     PulledModels(store).keep(FROM_PEER, is_public=None)
@@ -144,112 +124,6 @@ def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_pa
     assert pulled.all() == []
     assert not pulled.incomplete
     assert pulled.origin(store.resolve("org/model")) is None
-
-
-def test_a_name_has_what_a_fetch_gave_it_until_it_gets_another_model(
-    store: LocalStore, tmp_path: Path
-) -> None:
-    import_as(store, tmp_path, ORIGIN)
-    reference, pulled = Reference.parse("org/model"), PulledModels(store)
-    manifest, path = store.resolve(reference), store.manifest_path(reference)
-    assert not pulled.has_given(reference)
-    pulled.keep(ORIGIN, is_public=True)
-    for _ in range(2):
-        pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
-        pulled.give(reference, manifest)
-        assert pulled.has_given(reference)
-    path.chmod(0o644)
-    path.write_bytes(b"damaged")
-    assert pulled.has_given(reference)
-    own = create(write_folder(tmp_path / "own", {"x": np.ones(3, np.float32)}), "own", store=store)
-    store.names.publish(store.names.seen(reference), store.resolve("own"))
-    assert not pulled.has_given(reference)
-    pulled.give(reference, manifest)  # too late: the name has another model
-    assert not pulled.has_given(reference)
-    assert own.digest
-    PulledModels(store).own()
-    assert not [path for path in store.folder("pulled").iterdir() if path.name.startswith(".")]
-
-
-def test_a_name_counts_as_given_though_the_fetch_was_killed_after_it(
-    store: LocalStore, tmp_path: Path
-) -> None:
-    pulled, reference = PulledModels(store), Reference.parse("org/model")
-    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
-    assert not pulled.has_given(reference)
-    import_as(store, tmp_path, ORIGIN)
-    again = PulledModels(store)
-    assert again.has_given(reference)
-    again.own()
-    assert not list(store.folder("pulled").glob(".giving-*")), "there is a link now"
-    assert again.has_given(reference)
-
-
-def test_a_name_counts_as_given_though_the_fetch_of_its_next_version_was_killed(
-    store: LocalStore, tmp_path: Path
-) -> None:
-    pulled, reference = PulledModels(store), Reference.parse("org/model")
-    for commit in (ORIGIN.commit, "e" * 40):
-        pulled.giving(reference, (ORIGIN.repository, commit))
-        import_as(store, tmp_path / commit, replace(ORIGIN, commit=commit))
-        if commit == ORIGIN.commit:
-            pulled.give(reference, store.resolve(reference))
-    again = PulledModels(store)
-    again.own()
-    assert again.has_given(reference)
-
-
-@pytest.mark.parametrize("commit", ["a" * 40, "d" * 40])
-def test_a_name_that_was_to_be_given_stays_the_operators(
-    commit: str, store: LocalStore, tmp_path: Path
-) -> None:
-    pulled, reference = PulledModels(store), Reference.parse("org/model")
-    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
-    if commit == ORIGIN.commit:
-        pulled.not_given(reference)
-    import_as(store, tmp_path, replace(ORIGIN, commit=commit))
-    assert not pulled.has_given(reference)
-    pulled.own()
-    assert not list(store.folder("pulled").glob(".giving-*"))
-
-
-def test_without_hard_links_a_note_says_what_a_fetch_has_given(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def link(*_: object, **__: object) -> None:
-        raise OSError
-
-    monkeypatch.setattr(os, "link", link)
-    pulled, reference = PulledModels(store), Reference.parse("org/model")
-    pulled.giving(reference, (ORIGIN.repository, ORIGIN.commit))
-    import_as(store, tmp_path, ORIGIN)
-    pulled.give(reference, store.resolve(reference))
-    pulled.own()
-    assert pulled.has_given(reference)
-    store.manifest_path(reference).unlink()  # now it is lost
-    assert pulled.has_given(reference)
-
-
-@pytest.mark.parametrize("is_noted", [False, True])
-def test_a_change_that_fails_removes_no_note_of_another_fetch(
-    is_noted: bool, store: LocalStore, tmp_path: Path
-) -> None:
-    reference, pulled = Reference.parse("org/model"), PulledModels(store)
-    commit = (ORIGIN.repository, ORIGIN.commit)
-    pulled.giving(reference, commit)
-    import_as(store, tmp_path, ORIGIN)
-    manifest = store.resolve(reference)
-    pulled.give(reference, manifest)
-    if is_noted:
-        pulled.giving(reference, commit)
-    with pytest.raises(NameTaken), pulled.changing(reference, commit, manifest):
-        assert pulled.has_given(reference), "if this process is killed now"
-        raise NameTaken
-    assert bool(list(store.folder("pulled").glob(".giving-*"))) is is_noted
-    with pulled.changing(reference, commit, manifest):
-        pass
-    assert pulled.has_given(reference)
-    assert not list(store.folder("pulled").glob(".giving-*")), "there is a link now"
 
 
 def test_what_a_killed_process_was_writing_is_no_record(store: LocalStore) -> None:
@@ -372,3 +246,22 @@ def test_former_records_open_a_repository_only_if_all_of_them_do(
         pulled.note_public("org/model", is_public=is_public)
         assert pulled.is_public("org/model") is is_public
         assert PulledModels(store).is_public("org/model") is is_public
+
+
+def test_a_record_that_cannot_be_read_now_is_not_absent(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    create(write_folder(tmp_path / "model", dense_tensors()), "org/model", store=store)
+    pulled, reference = PulledModels(store), Reference.parse("org/model")
+    pulled.keep(ORIGIN, is_public=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(given_names, "read_regular", fails)
+        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
+            pulled.with_others(ORIGIN)
+        with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
+            pulled.names.has_given(reference)
+    assert pulled.with_others(ORIGIN) == ORIGIN
+    assert not pulled.names.has_given(reference)
