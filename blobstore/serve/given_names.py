@@ -60,8 +60,7 @@ class GivenNames:
         try:
             reference = Reference.parse(strict_json.loads(read_regular(note, MAX_RECORD))[0])
             if self.has_given(reference):
-                manifest = self._store.resolve(reference)
-                self.give(reference, manifest)
+                self.give(reference, self._store.resolve(reference))
                 status = status_of(self._link(reference))
                 if status is None or status.st_nlink == 1:  # there are no hard links
                     return
@@ -76,10 +75,9 @@ class GivenNames:
         is given another model. On file systems without hard links, the note of :meth:`giving` stays.
         """
         with contextlib.suppress(OSError, BlobstoreError), self._store.exclusive_lock():
-            if not self._noted(reference) or not self._link_to(reference, manifest.to_bytes()):
-                return
+            is_linked = self._noted(reference) and self._link_to(reference, manifest.to_bytes())
             # Only after the link, so that at each moment one of both says whose the name is.
-            if (commit := self._commit_of(manifest)) is not None:
+            if is_linked and (commit := self._commit_of(manifest)) is not None:
                 self._not_given(reference, commit)
 
     def _link_to(self, reference: Reference, data: bytes) -> bool:
@@ -125,7 +123,6 @@ class GivenNames:
                 raise NameTaken(f"{reference} is a model of the store's own by now")
             # Such a note is of another fetch, or there are no hard links, and it alone says whose the name is.
             is_noted = commit in self._noted(reference)
-            # If this process is killed, the next one settles the name by this.
             self.giving(reference, commit)
         try:
             yield

@@ -78,48 +78,25 @@ class Metrics:
         ]
         durations += [("_sum", round(self.seconds, 6)), ("_count", all_requests)]
         version = f'{{version="{self.version}"}}'
-        return "".join(
-            (
-                family("build_info", "gauge", "The version of the server.", (version, 1)),
-                family("requests_total", "counter", "Requests, by method and status.", *requests),
-                family(
-                    "request_seconds",
-                    "histogram",
-                    "From a request to the end of its response.",
-                    *durations,
-                ),
-                plain_families(
-                    ("sent_bytes_total", "Bytes of bodies that were sent.", self.bytes_sent),
-                    (
-                        "verified_bytes_total",
-                        "Bytes of blobs that were hashed.",
-                        self.bytes_verified,
-                    ),
-                    ("broken_responses_total", "Responses that ended early.", self.broken),
-                    (
-                        "store_errors_total",
-                        "Errors of the store, such as damaged blobs.",
-                        self.damaged,
-                    ),
-                    ("damaged_total", "Times that a blob was found damaged.", self.damaged_blobs),
-                    ("cache_hits_total", "Responses with files that the store had.", self.hits),
-                    (
-                        "cache_misses_total",
-                        "Responses with files that were still arriving.",
-                        self.misses,
-                    ),
-                    (
-                        "healed_total",
-                        "Responses whose damaged blobs were fetched again.",
-                        self.healed,
-                    ),
-                    (
-                        "prepared_total",
-                        "Models and digests that were not in memory.",
-                        self.prepared,
-                    ),
-                    ("open_requests", "Requests that are being answered.", self.open_requests),
-                    ("open_connections", "Connections of clients.", connections),
-                ),
-            )
+        meaning = "From a request to the end of its response."
+        return (
+            family("build_info", "gauge", "The version of the server.", (version, 1))
+            + family("requests_total", "counter", "Requests, by method and status.", *requests)
+            + family("request_seconds", "histogram", meaning, *durations)
+            + self._plain(connections)
+        )
+
+    def _plain(self, connections: int) -> str:
+        return plain_families(
+            ("sent_bytes_total", "Bytes of bodies that were sent.", self.bytes_sent),
+            ("verified_bytes_total", "Bytes of blobs that were hashed.", self.bytes_verified),
+            ("broken_responses_total", "Responses that ended early.", self.broken),
+            ("store_errors_total", "Errors of the store, such as damaged blobs.", self.damaged),
+            ("damaged_total", "Times that a blob was found damaged.", self.damaged_blobs),
+            ("cache_hits_total", "Responses with files that the store had.", self.hits),
+            ("cache_misses_total", "Responses with files that were still arriving.", self.misses),
+            ("healed_total", "Responses whose damaged blobs were fetched again.", self.healed),
+            ("prepared_total", "Models and digests that were not in memory.", self.prepared),
+            ("open_requests", "Requests that are being answered.", self.open_requests),
+            ("open_connections", "Connections of clients.", connections),
         )
