@@ -278,9 +278,8 @@ def _usage_errors_in_one_line(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        if (
-            type(error).__name__ == "NoArgsIsHelpError"
-        ):  # the help itself; click 8.1 has no such class
+        # The help itself; click 8.1 has no such class.
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise
         text = escape(" ".join(error.format_message().split()))
         text = _DID_YOU_MEAN.sub(r"; did you mean \1?", text).removesuffix(".")

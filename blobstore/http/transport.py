@@ -365,9 +365,8 @@ class Transport:
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
         if not self._has_answered:
-            with contextlib.suppress(
-                OSError
-            ):  # the server has left already, which the next step reports
+            # The server has left already, which the next step reports.
+            with contextlib.suppress(OSError):
                 self._peer = stream.get_extra_info("server_addr")[:2]
         # `abort` may have taken its list of sockets just before this one was added.
         if self._closed.is_set():

@@ -292,9 +292,8 @@ class Model(ModelFiles, Mapping[str, Array]):
         The bytes are little-endian and in C order; quantized weights are packed.
         Raises as :meth:`__getitem__`.
         """
-        if (
-            name not in self._index.entries
-        ):  # scales and biases of dequantized weights have bytes too
+        # Scales and biases of dequantized weights have bytes too.
+        if name not in self._index.entries:
             self._check_name(name)
         spec, slot, begin = self._index.location(name)
         region = self._load(slot)

@@ -111,9 +111,8 @@ def _page_data(
     measured: dict[Reference, dict[str, Measurement]] = {}
     for name in chosen if measure else ():
         base = parents[name].reference if name in parents else None
-        with contextlib.suppress(
-            Damaged, NotFound, UnsupportedDType
-        ):  # the views name what is damaged
+        # The views name what is damaged.
+        with contextlib.suppress(Damaged, NotFound, UnsupportedDType):
             measured[name] = measure_model(store, name, base, jobs=jobs, progress=progress)
     return {
         "written": int(time.time()),

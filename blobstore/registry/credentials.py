@@ -104,9 +104,8 @@ class LoginFiles:
             raise BlobstoreError("there is no home folder for passwords; set DOCKER_CONFIG")
         for file in self._files:
             is_owner = False
-            with contextlib.suppress(
-                BlobstoreError, OSError
-            ):  # a file that cannot be read has none
+            # A file that cannot be read has none.
+            with contextlib.suppress(BlobstoreError, OSError):
                 is_owner = file.find(host) is not None
             if is_owner:
                 return file.store(host, login)

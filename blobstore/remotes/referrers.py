@@ -87,9 +87,8 @@ def _list_referrers(
 ) -> None:
     """List manifests under the tag of the signed one, if the registry does not list them itself."""
     known: set[str] = set()
-    with contextlib.suppress(
-        RemoteRefused
-    ):  # then the tag is read below, where a refusal is judged
+    # Then the tag is read below, where a refusal is judged.
+    with contextlib.suppress(RemoteRefused):
         known = {str(item.digest) for item in client.referrers(repository, root.digest)}
     missing = [item for item in sent if str(item.digest) not in known]
     if missing:

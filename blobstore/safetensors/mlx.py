@@ -192,8 +192,7 @@ def _as_numpy(tensors: Mapping[str, mx.array]) -> dict[str, np.ndarray[Any, Any]
 
 def as_numpy(tensor: mx.array) -> np.ndarray[Any, Any]:
     """Return an array as one of numpy, not copied; it may be strided."""
-    if (
-        isinstance(tensor, mx.array) and tensor.dtype == mx.bfloat16
-    ):  # there is no buffer of this type
+    # There is no buffer of this type.
+    if isinstance(tensor, mx.array) and tensor.dtype == mx.bfloat16:
         return np.asarray(tensor.view(mx.uint16)).view(arrays.BF16)
     return np.asarray(tensor)

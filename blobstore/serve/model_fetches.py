@@ -284,10 +284,8 @@ class ModelFetches:
         return self._update(arrival.reference, (arrival.repository, arrival.commit))
 
     def _update(self, reference: Reference, commit: Commit) -> NameUpdate:
-        with (
-            self._store.writing(),
-            self._store.exclusive_lock(),
-        ):  # what changes after it is not replaced
+        # What changes after it is not replaced.
+        with self._store.writing(), self._store.exclusive_lock():
             check_given(self._library, reference)
             self._library.pulled.names.giving(reference, commit)
             return replace(self._store.names.seen(reference), is_fetched=True)

@@ -104,9 +104,8 @@ class Rights:
     def take_back(self, repository: str, client: str) -> None:
         """Note that the upstream refuses a repository to a client."""
         with self._lock:
-            if (
-                len(self._refused) >= MAX_KNOWN
-            ):  # without these, rights that were taken back would be there again
+            # Without these, rights that were taken back would be there again.
+            if len(self._refused) >= MAX_KNOWN:
                 self._rights.clear()
                 self._refused.clear()
             # The time of now and not of the request, so that answers to earlier requests give nothing.

@@ -159,9 +159,8 @@ class UpstreamClient:
             raise self._malformed(repository) from None
         if not is_sound:
             raise self._malformed(repository)
-        if (
-            COMMIT.fullmatch(revision) and commit != revision
-        ):  # a branch may be called like a commit
+        # A branch may be called like a commit.
+        if COMMIT.fullmatch(revision) and commit != revision:
             raise Refusal(404, "RevisionNotFound")
         if not names:
             raise Refusal(404, "EntryNotFound", "the model has no files")

@@ -225,9 +225,8 @@ class ColdBlob:
         except ColdDamaged as error:
             raise self._damaged(str(error)) from None
         except OSError as error:
-            if (
-                error.errno == errno.EIO
-            ):  # a disk that has lost the bytes is no better than wrong ones
+            # A disk that has lost the bytes is no better than wrong ones.
+            if error.errno == errno.EIO:
                 raise self._damaged(f"it, or its base, cannot be read: {error.strerror}") from error
             raise StoreError(
                 f"cold blob {quote(self._path)} cannot be read: {error.strerror}"
@@ -252,9 +251,8 @@ class ColdShelf:
         try:
             return is_there(self._layout.cold_blob(digest))
         except StoreError as error:
-            if isinstance(
-                error.__cause__, PermissionError
-            ):  # another user's folder: hot blobs are for all
+            # Another user's folder: hot blobs are for all.
+            if isinstance(error.__cause__, PermissionError):
                 return False
             raise
 

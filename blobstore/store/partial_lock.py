@@ -79,9 +79,8 @@ class PartialLock:
                 give_to_owner(path)
                 if not belongs_to_us(descriptor, folder):
                     foreign += 1
-                    if (
-                        foreign == _MAX_FOREIGN
-                    ):  # others left the first; this process created the last
+                    # Others left the first; this process created the last.
+                    if foreign == _MAX_FOREIGN:
                         raise StoreError(
                             f"files that this user creates in {quote(folder)} belong to somebody else, as on "
                             "network file systems that map root to nobody",

@@ -250,9 +250,8 @@ class StoreWriter(StorageWriter, AsyncStager):
             UnsupportedSource: a tensor is of a type that a store does not have, or not all of it is saved.
             NameConflict, StoreError, StoreBusy: the store cannot be used.
         """
-        if not all(
-            plan.usable for plan in plans
-        ):  # the planner has cached them, with the tasks of an earlier step
+        # The planner has cached them, with the tasks of an earlier step.
+        if not all(plan.usable for plan in plans):
             raise UsageError(
                 "plans that are cached have no import to join",
                 advice="use a planner without enable_plan_caching",

@@ -318,9 +318,8 @@ def _ingest_blobs(
         added = ingest.add(archive.members[number].size, pieces, once=True)
         if added.file and number in bases:
             file = store.folder("temporary") / added.file
-            with contextlib.suppress(
-                BlobstoreError, OSError
-            ):  # without it, the base is decoded again
+            # Without it, the base is decoded again.
+            with contextlib.suppress(BlobstoreError, OSError):
                 archive.keep_decoded(number, map_file(file, added.size))
         return added
 
