@@ -29,21 +29,15 @@ else:
 
     cached_property = _CachedProperty
 
-__all__ = ["NOT_INHERITED", "WRITTEN", "cached_property", "renew_lock_in_children"]
+__all__ = ["NOT_INHERITED", "cached_property", "renew_lock_in_children"]
 
 
 class _HasLock(Protocol):
     _lock: threading.Lock
 
 
-class _HasDescriptor(Protocol):
-    _descriptor: int
-
-
-NOT_INHERITED: weakref.WeakSet[_HasDescriptor] = weakref.WeakSet()
-"""Owners of locked files whose locks forked processes do not keep."""
-WRITTEN: set[int] = set()
-"""Descriptors of files that forked processes cannot write to, because they may become blobs."""
+NOT_INHERITED: set[int] = set()
+"""Descriptors of files that forked processes do not keep: locked ones, and those that may become blobs."""
 
 _OWNERS: weakref.WeakSet[_HasLock] = weakref.WeakSet()
 
@@ -63,16 +57,14 @@ def _renew_locks() -> None:
 
 
 def _drop_files() -> None:
-    descriptors = WRITTEN.union(owner._descriptor for owner in NOT_INHERITED)  # noqa: SLF001
-    if descriptors:
+    if NOT_INHERITED:
         # The descriptors are redirected and not closed: their owners still know the numbers and
         # close them later, when these could belong to other files.
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        for descriptor in descriptors:
+        for descriptor in NOT_INHERITED:
             os.dup2(nowhere, descriptor, inheritable=False)
         os.close(nowhere)
     NOT_INHERITED.clear()
-    WRITTEN.clear()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.files import give_to_owner, make_folders, read_exactly
-from blobstore.core.fork import NOT_INHERITED, WRITTEN
+from blobstore.core.fork import NOT_INHERITED
 from blobstore.core.workers import Cancelled
 from blobstore.store.locks import FIRST_PAUSE, try_lock
 from blobstore.store.scan import is_folder
@@ -56,7 +56,7 @@ class Lease:
         self._descriptor = os.open(self._path, flags, 0o644)
         # A forked process may go on reading a model, but it never goes on with an import.
         if is_import:
-            NOT_INHERITED.add(self)
+            NOT_INHERITED.add(self._descriptor)
         try:
             while not try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
                 interrupts.sleep(FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
@@ -130,14 +130,14 @@ class Lease:
         if shared:
             path, access, mode = folder / f"{self.name}-{shared}", os.O_RDWR | os.O_NOFOLLOW, 0o600
         descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, mode)
-        WRITTEN.add(descriptor)
+        NOT_INHERITED.add(descriptor)
         give_to_owner(path)
         return path, descriptor
 
     @staticmethod
     def close_file(descriptor: int) -> None:
         """Close a descriptor, which may be one of :meth:`create_file`."""
-        WRITTEN.discard(descriptor)
+        NOT_INHERITED.discard(descriptor)
         os.close(descriptor)
 
     def remove_files(self) -> None:
@@ -160,7 +160,7 @@ class Lease:
         # If the store cannot be written any more: without its lock, the file is that of a dead lease.
         with contextlib.suppress(OSError):
             self.end()
-        NOT_INHERITED.discard(self)
+        NOT_INHERITED.discard(self._descriptor)
         os.close(self._descriptor)
 
 

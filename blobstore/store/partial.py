@@ -77,7 +77,7 @@ class PartialBlob:
         self._reader = reader
         self._descriptor = -1 if writer is None else writer
         if writer is not None:
-            NOT_INHERITED.add(self)
+            NOT_INHERITED.add(self._descriptor)
         self._digester = Digester()
         self._digester_lock = threading.Lock()
         lengths = _lengths(blob.size)
@@ -245,7 +245,7 @@ class PartialBlob:
 
     def _close_writer(self) -> None:
         if self._descriptor >= 0:
-            NOT_INHERITED.discard(self)
+            NOT_INHERITED.discard(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -46,7 +46,7 @@ class PartialLock:
         self._path = path
         self._descriptor = descriptor
         self._process = os.getpid()
-        NOT_INHERITED.add(self)
+        NOT_INHERITED.add(self._descriptor)
 
     @classmethod
     def take(cls, folder: Path, digest: Digest) -> Self | None:
@@ -111,7 +111,7 @@ class PartialLock:
 
     def close(self) -> None:
         """Unlock the blob. ``gc`` removes the lock no sooner than the files that were written until now."""
-        NOT_INHERITED.discard(self)
+        NOT_INHERITED.discard(self._descriptor)
         # As with the store's lock: a forked process may have a copy of the descriptor.
         if os.getpid() == self._process:
             with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ with getattr(store if sys.argv[2] == "lease" else store._locks, sys.argv[2])() a
 def closing_store(path: Path) -> Iterator[LocalStore]:
     """Yield a store that waits for no lock; check that all files are closed at the end."""
     gc.collect()  # objects of earlier tests
+    gc.freeze()  # of which no later collection has to look at any
     descriptors = len(os.listdir("/dev/fd"))
     yield LocalStore(path, lock_timeout=0.05)
     until = time.monotonic() + 10

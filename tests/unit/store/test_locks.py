@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gc
 import os
 import pickle
 import threading
@@ -21,13 +20,6 @@ from tests.support import sandbox
 from tests.support.locking import closing_store, holder
 
 A = Digest.of(b"a")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_older_is_collected() -> None:
-    """Keep what was made before these tests out of their collections, of which each would look at it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

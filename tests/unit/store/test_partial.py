@@ -145,7 +145,7 @@ def test_a_forked_process_does_not_keep_a_file_locked(folder: Path) -> None:
         there.close()
         here.recv(7)
         for owner in (file, file._lock):
-            NOT_INHERITED.discard(owner)
+            NOT_INHERITED.discard(owner._descriptor)
             os.close(owner._descriptor)  # as if the parent had been killed
         opened(folder).close()
     os.waitpid(child, 0)
