@@ -37,6 +37,17 @@ def install(name: str, folder: Path, script: str) -> dict[str, str]:
 
 
 @needs_server
+def test_a_model_of_the_shared_store_is_run(
+    stored: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = str(tmp_path / "own")
+    monkeypatch.setenv("BLOBSTORE_SHARED", str(stored.root))
+    monkeypatch.setenv("BLOBSTORE_HOME", own)
+    words = json.loads(run("run", "dense", "--with", "mlx-lm", "--dry-run", "--json").stdout)
+    assert words["command"][-2:] == ["--store", own]
+
+
+@needs_server
 def test_the_command_names_the_model_and_the_store_and_passes_arguments_on(
     stored: LocalStore,
 ) -> None:
