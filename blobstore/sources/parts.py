@@ -284,7 +284,7 @@ def _rank_of(
             continue
         before, after = name[: found.start("number")], name[found.end("number") :]
         alike = {int(found["number"]): name}
-        for it in entries():  # asked for now, because thousands of models may lie side by side
+        for it in entries():  # only here: a folder may have thousands, and few names have a number
             number = it.removeprefix(before).removesuffix(after)
             if number.isdecimal() and len(number) < _MAX_DIGITS and before + number + after == it:
                 alike[int(number)] = it
