@@ -27,6 +27,8 @@ _PARTS = {
 _PATH = re.compile("/".join(pattern.pattern for pattern in _PARTS.values()), re.ASCII)
 """Matches all parts at once. None of them can have a slash."""
 _NUMBERS = re.compile("([0-9]+)")
+_DIGITS: Final = 80
+"""The digits of the longest number in a model or tag."""
 _PATHS = ("/", "./", "../", "~")
 NOT_A_NAME: Final = "a glob is no name here; choose from the names that list shows"
 """The advice of errors about globs, which only the command line takes."""
@@ -42,9 +44,9 @@ _RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """The full name of a model. Every part has been checked, so it can become a path."""
+    """The full name of a model. Every part has been checked, so it can become a path. Names sort by their parts."""
 
     host: str
     namespace: str
@@ -130,6 +132,11 @@ class Reference:
             listed = names
         return tuple(dict.fromkeys(map(cls.of, listed)))
 
+    def __lt__(self, other: Reference) -> bool:
+        pairs = zip(self.parts, other.parts, strict=True)
+        one, two = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        return natural_order(one) < natural_order(two)
+
     @property
     def parts(self) -> tuple[str, str, str, str]:
         """Host, namespace, model and tag."""
@@ -197,6 +204,11 @@ def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
         alike = most_like(reference.model, dict.fromkeys(models.values()), 0.7)
         near = [one for one, model in models.items() if model in alike][:2]
     return question(near)
+
+
+def natural_order(part: str) -> tuple[str, str]:
+    """Return a key that sorts parts of names as people do, numbers by their values: ``step-5``, ``step-10``."""
+    return _NUMBERS.sub(lambda match: match[0].zfill(_DIGITS), part), part
 
 
 def by_numbers(reference: Reference) -> tuple[list[str], list[int]]:

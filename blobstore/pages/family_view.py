@@ -59,7 +59,7 @@ def family_view(
             place = len(nodes)
             nodes.append(node)
             row += 1
-            found = sorted(children.get(name, ()), key=str, reverse=True)
+            found = sorted(children.get(name, ()), reverse=True)
             stack += [(child, depth + 1, place) for child in found]
         row += 1
     alone = sum(item not in parents and item not in children for item in disk.entries)

@@ -23,6 +23,7 @@ from blobstore.errors import (
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.media_types import FILE
 from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import natural_order
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.files import RemoteFile, folder_of
 from blobstore.registry.layouts.read import Place, RemoteModel, read_model
@@ -212,8 +213,8 @@ def _tags(
     client: RegistryClient, place: RemoteReference, is_chosen: Callable[[str], bool]
 ) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the chosen tags of the repository of ``place``."""
-    tags = sorted(tag for tag in client.tags(place.repository) if not _ABOUT_A_MODEL.match(tag))
-    places = [replace(place, tag=tag, digest=None) for tag in tags]
+    tags = sorted(client.tags(place.repository), key=natural_order)
+    places = [replace(place, tag=tag, digest=None) for tag in tags if not _ABOUT_A_MODEL.match(tag)]
     places = [one for one in places if is_chosen(str(one))]
     digests = WorkerPool(_STREAMS, None, 0).run(
         places, lambda one: client.head_manifest(one.repository, one.tag), client.abort
@@ -225,7 +226,7 @@ def _tags_below(
     client: RegistryClient, place: RemoteReference, start: str, is_chosen: Callable[[str], bool]
 ) -> Iterator[tuple[RemoteReference, Digest | None]]:
     """Yield the chosen tags of all repositories of the registry of ``place`` that begin with ``start``."""
-    for repository in sorted(client.repositories()):
+    for repository in sorted(client.repositories(), key=natural_order):
         if repository.startswith(start):
             with contextlib.suppress(ModelNotFound):  # all of its tags were removed
                 yield from _tags(client, replace(place, repository=repository), is_chosen)

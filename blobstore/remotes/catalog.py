@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import capacity
@@ -103,7 +104,7 @@ def read_remote_catalog(
         return [_stored(where, None, lambda: data, manifests)] if is_chosen(where) else []
     else:
         names = ((f"{store.address}/{name}", name, item) for name, item in store.list_manifests())
-        chosen = sorted(one for one in names if is_chosen(one[0]))
+        chosen = sorted((one for one in names if is_chosen(one[0])), key=itemgetter(1))
 
         def read(one: tuple[str, Reference, ObjectInfo]) -> RemoteEntry:
             address, name, item = one

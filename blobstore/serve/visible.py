@@ -137,7 +137,7 @@ class Visible:
             one for one, model in arriving.items() if one.tag > after and self.shows(model.origin)
         }
         found.update(self._first(((one, (one,)) for one in tags), limit))
-        return sorted(found)[:limit]
+        return sorted(found, key=lambda one: one.tag)[:limit]
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the name here of the repository that a client asks for."""

@@ -374,7 +374,7 @@ class _WithSharedNames(LocalStore):
         """Yield the names of a repository in both, sorted."""
         shared = () if self.shared is None else self.shared.tags(repository)
         own = ManifestReader.tags(LocalStore(self.root), repository)
-        yield from sorted({*own, *shared}, key=lambda name: name.parts)
+        yield from sorted({*own, *shared})
 
 
 StoreLike = LocalStore | str | os.PathLike[str] | None

@@ -19,7 +19,13 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
+from blobstore.manifests.reference import (
+    DEFAULT_HOST,
+    DEFAULT_TAG,
+    Reference,
+    natural_order,
+    similar_names,
+)
 from blobstore.store.blobs import BlobReader
 from blobstore.store.scan import folders_and_files
 
@@ -187,7 +193,8 @@ class ManifestReader(BlobReader):
 
     def tags(self, repository: Reference) -> Iterator[Reference]:
         """Yield the names of a repository, sorted. Raises StoreError."""
-        for tag in folders_and_files(str(self.manifest_path(repository).parent))[1]:
+        files = folders_and_files(str(self.manifest_path(repository).parent))[1]
+        for tag in sorted(files, key=natural_order):
             with contextlib.suppress(InvalidReference):  # a file of something else
                 yield Reference(*repository.parts[:-1], tag)
 
@@ -207,7 +214,8 @@ class ManifestReader(BlobReader):
 
         def inside(*parts: str) -> tuple[list[str], list[str]]:
             try:
-                return list_one("/".join((root, *parts)))
+                folders, files = list_one("/".join((root, *parts)))
+                return sorted(folders, key=natural_order), sorted(files, key=natural_order)
             except StoreError as error:
                 if on_error is None:
                     raise

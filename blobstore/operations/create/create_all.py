@@ -25,7 +25,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.gguf.roles import has_quantization
-from blobstore.manifests.reference import DEFAULT_TAG, Reference
+from blobstore.manifests.reference import DEFAULT_TAG, Reference, natural_order
 from blobstore.operations.create.create import CreateOptions, importer, opened_with
 from blobstore.operations.create.ollama import SCHEME, ollama_models
 from blobstore.operations.create.source_names import (
@@ -37,7 +37,6 @@ from blobstore.operations.create.source_names import (
     name_in,
     name_of,
     path_name,
-    step_order,
 )
 from blobstore.planning.import_options import ImportOptions
 from blobstore.planning.plan import quantize_options
@@ -313,13 +312,17 @@ def _in_folder(folder: Path, name: str | None) -> tuple[list[FoundModel], bool]:
     return found, False
 
 
+def _by_name(path: Path) -> tuple[str, str]:
+    return natural_order(path.name)
+
+
 def _models_below(folder: Path) -> Iterator[Path]:
     """Yield the folders of models in a folder, or in its folders, which may be those of organizations."""
     own = gguf_files(FileTree(folder)).folders
     # In the order of steps, because the newest one is that which was imported last.
-    for path in sorted(folder.iterdir(), key=step_order):
+    for path in sorted(folder.iterdir(), key=_by_name):
         if path.is_dir() and not path.name.startswith(".") and path.name not in own:
-            inside = sorted(path.iterdir(), key=step_order)
+            inside = sorted(path.iterdir(), key=_by_name)
             if _is_model(path):  # perhaps the last one of a run
                 inside = [path, *(it for it in inside if STEP.fullmatch(it.name))]
             yield from filter(_is_model, inside)

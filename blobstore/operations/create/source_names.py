@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions
 
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_.-]+", re.ASCII)
-STEP: Final = re.compile(r"checkpoint-([0-9]+)")
+STEP: Final = re.compile(r"checkpoint-[0-9]+")
 """Matches the folder that the Trainer of transformers makes for a step of a run."""
 STEPS: Final = "checkpoint-[0-9]*"
 """The glob of these folders."""
@@ -101,11 +101,6 @@ def name_in(folder: Path, path: Path, name: str) -> str:
         return name_of(path.relative_to(folder).as_posix())
     run = path.parent.relative_to(folder).as_posix()
     return f"{name if run == '.' else name_of(run)}:{path.name}"
-
-
-def step_order(path: Path) -> str:
-    """Return a key by which the steps of a run are in their order."""
-    return STEP.sub(lambda found: f"checkpoint-{found[1]:0>20}", path.name)
 
 
 def _without_ending(name: str) -> str:

@@ -115,7 +115,7 @@ def choose_models(
     """
     if repositories and not read_shared:
         names = {name for name in _tags(store, repositories, on_error) if is_chosen(name, None)}
-        catalog = read_some(store, sorted(names, key=attrgetter("parts")))
+        catalog = read_some(store, sorted(names))
         counts: Sequence[int] = (0,) * len(catalog.references)
     else:
         catalog = read_catalog(store, on_error=on_error)
@@ -168,7 +168,7 @@ def choose_models(
         on_error=on_error,
     )
     marked = (replace(model, store=store.shared.root) for model in below)
-    return tuple(sorted([*own, *marked], key=lambda model: model.reference.parts))
+    return tuple(sorted([*own, *marked], key=attrgetter("reference")))
 
 
 def _tags(

@@ -194,7 +194,7 @@ def verify_models(
 def _lost_names(store: LocalStore, broken: list[InvalidManifest]) -> Iterable[Reference]:
     # Some readers may not read all folders.
     with contextlib.suppress(BlobstoreError, OSError):
-        return sorted(store.names.published.lost(on_error=broken.append), key=str)
+        return sorted(store.names.published.lost(on_error=broken.append))
     return ()
 
 

@@ -153,6 +153,15 @@ def test_sorts_by_its_parts() -> None:
     ]
 
 
+def test_numbers_in_names_sort_by_their_values() -> None:
+    names = [
+        *("llama-7b:v2", "llama-7b:v10", "llama-13b:v1"),
+        *("run:step-05", "run:step-5", "run:step-5.state", "run:step-10", "run:step-x"),
+    ]
+    found = sorted(map(Reference.parse, reversed(names)))
+    assert [str(name) for name in found] == names
+
+
 @pytest.mark.slow
 @given(GRAMMAR | st.text(max_size=8))
 @example("a/../b")

@@ -50,6 +50,15 @@ def test_a_store_is_listed_with_sizes_and_ids(place: str, local: LocalStore) -> 
     assert common > 0
 
 
+def test_steps_are_listed_in_their_order(local: LocalStore, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/bucket/steps"
+    for tag in ("step-10", "step-9"):
+        frozen.put(local, f"run:{tag}", {"w": 1})
+        push_model(f"run:{tag}", address, store=local)
+    addresses = [entry.address for entry in read_remote_catalog(address)]
+    assert addresses == [f"{address}/run:step-9", f"{address}/run:step-10"]
+
+
 def test_an_address_of_a_model_is_that_model_alone(place: str) -> None:
     assert [entry.address for entry in read_remote_catalog(f"{place}/one")] == [
         f"{place}/one:latest"
@@ -93,7 +102,7 @@ def test_a_real_server_is_listed_and_a_typo_is_not_found(
 def test_tags_of_one_manifest_are_read_once(local: LocalStore) -> None:
     plan = plan_ollama(local.read_manifest("one"))
     with StubRegistry() as registry:
-        for tag in ("v2", "v1"):
+        for tag in ("v10", "v9"):
             registry.put(local, plan, "team/a", tag)
         registry.put_manifest("team/a", "x", "application/json", b"[]")
         referrers = f"sha256-{plan.root.digest.hex}"  # no models: these and cosign's signatures
@@ -102,7 +111,7 @@ def test_tags_of_one_manifest_are_read_once(local: LocalStore) -> None:
         found = read_remote_catalog(f"oci://{registry.host}/team/a")
         requests = Counter(registry.requests)
     assert [entry.address for entry in found] == [
-        f"{registry.host}/team/a:{tag}" for tag in ("v1", "v2", "x")
+        f"{registry.host}/team/a:{tag}" for tag in ("v9", "v10", "x")
     ]
     assert [entry.registry_digest for entry in found[:2]] == [plan.root.digest] * 2
     assert [entry.digest for entry in found[:2]] == [Digest.of(local.read_manifest("one"))] * 2

@@ -6,6 +6,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest, StoreError
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.list import list_models
 from blobstore.store.local import LocalStore
@@ -37,6 +38,14 @@ def test_counts_what_names_share_once(store: LocalStore, tmp_path: Path) -> None
         assert model.shared == sum(blob.size for blob in shared)
         assert model.digest == Digest.of(store.read_manifest(model.reference))
         assert model.modified == store.manifest_path(model.reference).stat().st_mtime
+
+
+def test_steps_are_listed_in_their_order(store: LocalStore, tmp_path: Path) -> None:
+    for name in ("run:step-10", "run:step-5", "run:step-5.state"):
+        make(store, tmp_path, name, "scalar")
+    names = ["run:step-5", "run:step-5.state", "run:step-10"]
+    assert [model.name for model in list_models(store=store)] == names
+    assert [str(name) for name in store.tags(Reference.parse("run"))] == names
 
 
 def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None:

@@ -40,6 +40,14 @@ def test_the_newest_of_each_name_are_kept(store: LocalStore) -> None:
     assert len(expired(store, keep_last=0)) == 4
 
 
+def test_of_steps_of_one_moment_the_last_ones_are_the_newest(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for step in (10, 9):
+        frozen.put(store, f"run:step-{step}", {"w": step})
+        os.utime(store.manifest_path(f"run:step-{step}"), (1, 1))
+    assert expired(store, keep_last=1) == ["run:step-9"]
+
+
 def test_what_is_young_is_kept(store: LocalStore) -> None:
     remove_models(["run:best"], store=store)
     assert expired(store, older_than=2.5 * DAY) == ["x:v9", "run:v3"]
