@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -36,6 +37,8 @@ else:  # not generic in older versions of click
 
 STORE_KEY = "blobstore.store"
 """Where the context keeps the store that the options before the command name."""
+CHANGES = frozenset(("follow", "freeze", "mv", "repair", "restore", "rm", "sign", "thaw"))
+"""Commands that change the models they name, and so find those of the store itself alone. Others find shared ones too."""
 _MAX_LISTED = 5
 _QUANT_TYPES = ("int4", "int8", "nvfp4", "mxfp8", "mxfp4")
 
@@ -231,12 +234,14 @@ def _completion_store(ctx: click.Context) -> LocalStore:
 
 
 def _model_names(ctx: click.Context, incomplete: str) -> list[str]:
-    names: list[str] = []
+    store = _completion_store(ctx)
+    found: list[Reference] = []
     with contextlib.suppress(BlobstoreError):
-        for reference in _completion_store(ctx).references():
-            name = str(reference)
-            names.append(name if ":" in incomplete else name.removesuffix(":latest"))
-    return names
+        found += store.references()
+        if store.shared is not None and ctx.info_name not in CHANGES:
+            found = sorted({*found, *store.shared.references()})
+    names = map(str, found)
+    return [name if ":" in incomplete else name.removesuffix(":latest") for name in names]
 
 
 def _remotes(ctx: click.Context, incomplete: str) -> list[str]:
@@ -330,25 +335,36 @@ def models(
         needs_name: refuse an ID that has several names.
         needs_store: fail if there is no store, even if the user named no model.
     """
-    from blobstore.store.name_patterns import select_references
     from blobstore.store.permissions import name_concerns
 
     if needs_store:
         store.check_root()
         if not store.root.exists():
             raise _no_store(store)
+    found = chain.from_iterable(_named(store, text, needs_name=needs_name) for text in texts)
+    references = tuple(dict.fromkeys(found))
+    show_note(*name_concerns(store, references))
+    return references
+
+
+def _named(store: LocalStore, text: str, *, needs_name: bool) -> Sequence[Reference]:
+    """Return the models of the store that a text stands for, or the one of the shared store that it names."""
+    from blobstore.store.name_patterns import select_references
+
+    shared = store.shared
     try:
-        references = tuple(select_references(store, texts, needs_name=needs_name))
+        found = select_references(store, [text], needs_name=needs_name)
     except ModelNotFound as error:
-        if store.shared is None:
+        if shared is None:
             raise
-        found = select_references(store.shared, texts, needs_name=needs_name)
-        has = f"the shared store {quote(store.shared.root)} has {quote(found[0])}"
+        found = select_references(shared, [text], needs_name=needs_name)
+        has = f"the shared store {quote(shared.root)} has {quote(found[0])}"
         raise ModelNotFound(
             error.message, advice=f"{has}; a glob stands for models of the store itself"
         ) from None
-    show_note(*name_concerns(store, references))
-    return references
+    if shared is None or store.has_model(found[0]):
+        return found
+    return select_references(shared, [text], needs_name=needs_name)  # perhaps the ID of a model
 
 
 def note_states(store: LocalStore, names: Iterable[Reference]) -> None:
@@ -357,7 +373,7 @@ def note_states(store: LocalStore, names: Iterable[Reference]) -> None:
 
     with contextlib.suppress(InvalidReference):  # the name of a state would be too long
         states = [state_of(name) for name in names if not is_state(name)]
-        left = [quote(one) for one in states if one not in names and store.has_model(one)]
+        left = [quote(one) for one in states if one not in names and is_name(str(one), store)]
         if left:
             show_note(
                 f"not included: {join_some(left, _MAX_LISTED)}, the state of a training, which has a name of its own"
@@ -415,7 +431,7 @@ def is_path(name: str, store: LocalStore) -> bool:
     try:
         if not os.path.exists(name):  # noqa: PTH110 - pathlib loads urllib
             return False
-        store.read_manifest(name)
+        store.holder(name).read_manifest(name)
     except (InvalidReference, ModelNotFound):
         return True
     except (BlobstoreError, OSError, ValueError):  # using the name reports it
@@ -431,7 +447,7 @@ def glob_advice(text: str, count: int) -> str:
 def is_name(text: str, store: LocalStore) -> bool:
     """Return whether a text is the name of a model of the store."""
     try:
-        return store.has_model(text)
+        return store.holder(text).has_model(text)
     except InvalidReference:
         return False
 

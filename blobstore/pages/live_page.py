@@ -72,6 +72,7 @@ def serve_page(
         BlobstoreError: the port is taken.
     """
     token = secrets.token_urlsafe(_TOKEN_BYTES)
+    store = store.holder(*references)
     run_server(
         LivePage(store, references, token=token).answer,
         store,

@@ -76,10 +76,9 @@ def write_page(
         BlobstoreError: ``target`` is no regular file, or cannot be written.
     """
     path = free_target(target)
-    store = LocalStore.of(store)
-    data = page_data(
-        store, Reference.all_of(references), measure=measure, jobs=jobs, progress=progress
-    )
+    chosen = Reference.all_of(references)
+    store = LocalStore.of(store).holder(*chosen)
+    data = page_data(store, chosen, measure=measure, jobs=jobs, progress=progress)
     size = write_page_file(path, render_page(_title(data), data))
     return Page(path=path, size=size, models=data["store"]["totals"]["models"])
 

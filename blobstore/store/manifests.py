@@ -149,7 +149,10 @@ class ManifestReader(BlobReader):
     def _similar_names(self, reference: Reference) -> str:
         if isinstance(self._shared, ManifestReader) and self._shared.has_model(reference):
             shared = quote(self._shared.root)
-            return f"the shared store {shared} has it; this is for models of the store itself"
+            return (
+                f"the shared store {shared} has it: to change it there, give that as the store; "
+                f"{cli_command('cp', reference, 'NAME')} gives it a name of yours"
+            )
         if not is_there(self.root):
             return f"there is no store there; {NO_STORE}"
         try:

@@ -154,8 +154,8 @@ def measure_usage(
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.
     """
-    store = LocalStore.of(store)
     asked = Reference.all_of(references)
+    store = LocalStore.of(store).holder(*asked)
     read_entries(store, asked)  # fails if one of them does not exist
     return usage_of(read_disk(store), asked)
 
@@ -165,8 +165,8 @@ def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage
 
     Raises as :func:`measure_usage`.
     """
-    store = LocalStore.of(store)
     asked = Reference.all_of(references)
+    store = LocalStore.of(store).holder(*asked)
     read_entries(store, asked)  # fails if one of them does not exist
     catalog = read_catalog(store)
     holdings = Holdings(store, catalog)

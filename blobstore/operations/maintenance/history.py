@@ -54,6 +54,16 @@ def model_history(
         StoreError: the store cannot be read.
     """
     store, reference = LocalStore.of(store), Reference.of(reference)
+    try:
+        return _history(store, reference)
+    except ModelNotFound:
+        if store.holder(reference) is store:
+            raise
+    return _history(store.holder(reference), reference)
+
+
+def _history(store: LocalStore, reference: Reference) -> tuple[FormerModel, ...]:
+    """Return the models that a name had before in the store itself. Raises as :func:`model_history`."""
     current = None
     missing: ModelNotFound | None = None
     try:
@@ -113,7 +123,7 @@ def restore_model(
     """
     store, reference = LocalStore.of(store), Reference.of(reference)
     seen = store.names.seen(reference)
-    former = _chosen(model_history(reference, store=store), reference, ident)
+    former = _chosen(_history(store, reference), reference, ident)
     manifest = Manifest.from_bytes(former.data)
     blobs = manifest.blobs
     # Under the lock, gc cannot remove a blob between this look and the new name.
@@ -136,7 +146,7 @@ def _state(store: LocalStore, step: Reference, model: Manifest) -> list[NewModel
     """Return the state of a model that its step gets back, with its name: what the step has or had as its state."""
     with contextlib.suppress(InvalidReference, ModelNotFound):  # the name would be too long
         name = state_of(step)
-        found = [one.data for one in model_history(name, store=store) if one.is_restorable]
+        found = [one.data for one in _history(store, name) if one.is_restorable]
         with contextlib.suppress(ModelNotFound, InvalidManifest):
             found.insert(0, store.read_manifest(name))
         for data in found:

@@ -40,6 +40,7 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import pin, states, which_are_whole
+from blobstore.store.catalog import read_entries
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
@@ -173,6 +174,7 @@ def repair_models(
         new = {item.reference for item in restored if not store.has_model(item.reference)}
         there = [name for name in chosen if name not in new] if dry_run else chosen
         try:
+            read_entries(store, there)  # fails for those of the shared store
             verified = (
                 Verified()
                 if chosen and not there

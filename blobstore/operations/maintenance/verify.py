@@ -144,12 +144,12 @@ def verify_models(
     if quick and (rate is not None or sample is not None):
         what = "a rate" if rate is not None else "a sample"
         raise UsageError(f"{what} cannot be combined with a quick check, which hashes nothing")
-    store = LocalStore.of(store)
+    names = Reference.all_of(references)
+    is_whole = not names
+    store = LocalStore.of(store) if is_whole else LocalStore.to_read(store)
     limiter = None if rate is None else RateLimiter(rate)
     hashed = NONE if quick else ALL if sample is None else Sample.parse(sample)
     check = _BlobCheck(store, jobs, progress, limiter, hashed)
-    names = Reference.all_of(references)
-    is_whole = not names
     must_exist, is_first = bool(names), True
     names = names or tuple(store.references(on_error=on_error))
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}

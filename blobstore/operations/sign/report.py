@@ -120,7 +120,7 @@ def check_signatures(
         StoreError: the store cannot be read.
         MissingLibrary: ``cryptography`` is not installed.
     """
-    store = LocalStore.of(store)
+    store = LocalStore.to_read(store)
     policy = read_policy(store)
     known = [PublicKey.from_pem(read_key(Path(path)), Path(path).name) for path in keys]
     known += policy.keys if policy is not None else ()

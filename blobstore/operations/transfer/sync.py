@@ -86,7 +86,7 @@ def lock_models(
         RemoteError: ``remote`` cannot be reached.
         BlobstoreError: the file cannot be written, or would be too large to be read.
     """
-    local = LocalStore.of(store)
+    local = LocalStore.to_read(store)
     file = None if path is None else local_path(path)
     if file is not None:
         check_new_file(file, force=True)
@@ -100,7 +100,7 @@ def lock_models(
 def _locked(store: LocalStore, name: Reference, remote: str | None) -> LockedModel:
     data, manifest = store.parse(name)
     model = LockedModel(reference=name, manifest=Digest.of(data))
-    if pulled := PullRecord.read(store, name):
+    if pulled := PullRecord.read(store.holder(name), name):
         address = pulled.remote
         if not is_in_objects(address):
             place = RemoteReference.parse(address)
