@@ -437,7 +437,7 @@ class _Repository(FetchedTree):
         pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
 
         def fetch(file: ListedFile) -> None:
-            count = _FileCount(pool, file)
+            count = _FileCount(pool, file, _name(repo, commit))
             bar = _bar_class(count)
             try:
                 hf_hub_download(repo, file.name, revision=commit, local_dir=folder, tqdm_class=bar)
@@ -446,7 +446,7 @@ class _Repository(FetchedTree):
                     f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
                     "serve it; choose another revision"
                 ) from error
-            count.add(file.size)
+            count.finish()
 
         pool.run(missing, fetch)
 
@@ -470,22 +470,31 @@ class _Repository(FetchedTree):
 
 
 class _FileCount:
-    """Reports the bytes of one file, and never more than it has.
+    """Reports the bytes of one file, and ends a download that has more of them than are listed.
 
-    The client does not report bytes that are cached under another name, and reports some twice after
-    a retry.
+    The client tells its progress bar of bytes before it writes them, and takes back those that it fetches
+    again. It neither reports bytes that are cached under another name, nor ends a body of chunks that has no end.
     """
 
-    def __init__(self, pool: WorkerPool, file: ListedFile) -> None:
+    def __init__(self, pool: WorkerPool, file: ListedFile, repository: str) -> None:
         self._pool = pool
-        self._size = file.size
-        self._what = f"fetching {escape(file.name)}"
+        self._file = file
+        self._repository = repository
         self._seen = 0
 
     def add(self, count: int) -> None:
-        seen = min(max(self._seen + count, 0), self._size)
-        self._pool.report(seen - self._seen, self._what)
-        self._seen = seen
+        """Report bytes. Raises DamagedSource if the file has fewer."""
+        self._seen += count
+        if self._seen > self._file.size:
+            raise DamagedSource(
+                f"file {quote(self._file.name)} of {self._repository} does not match the Hub's listing: "
+                f"the Hub sends more than the {self._file.size} bytes that it lists; try again"
+            )
+        self._pool.report(count, f"fetching {escape(self._file.name)}")
+
+    def finish(self) -> None:
+        """Report what the client did not."""
+        self.add(self._file.size - self._seen)
 
 
 def _bar_class(count: _FileCount) -> Any:

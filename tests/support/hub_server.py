@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -45,6 +46,8 @@ class Repo:
     """Files that end early in a sound answer."""
     cut: dict[str, int] = field(default_factory=dict)
     """Files whose connection breaks in the middle, and how many more times it does."""
+    unending: set[str] = field(default_factory=set)
+    """Files whose bytes come again and again, in chunks."""
     gone: set[str] = field(default_factory=set)
     """Files that are listed and answered with 404."""
     status: int = 0
@@ -256,12 +259,25 @@ class _Handler(BaseHTTPRequestHandler):
         if span := re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", "")):
             status, start = HTTPStatus.PARTIAL_CONTENT, int(span[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if body and name in repo.unending:
+            self._send_again_and_again(headers, data)
+            return
         is_cut = body and repo.cut.get(name, 0) > 0
         if is_cut:
             repo.cut[name] -= 1
         gate = repo.gates.get(name) if body else None
         pieces = _paced(data[start:], repo.pause, gate, self.hub)
         self._send(status, headers, data[start:], body=body, is_cut=is_cut, pieces=pieces)
+
+    def _send_again_and_again(self, headers: dict[str, str], data: bytes) -> None:
+        self.close_connection = True
+        self.send_response(HTTPStatus.OK)
+        for name, value in (headers | {"Transfer-Encoding": "chunked"}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):  # the client leaves
+            while not self.hub.closing.is_set():
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _send(
         self,

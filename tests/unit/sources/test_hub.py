@@ -68,7 +68,7 @@ from blobstore.sources import hub
 from blobstore.sources.hub_listing import ListedFile
 steps = []
 file = ListedFile("model.safetensors", 100, "sha1", "0" * 40)
-count = hub._FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file)
+count = hub._FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file, "org/name")
 bar = hub._bar_class(count)
 with XetDownloadProgressReporter(
     reconstruction_desc="", total=100, log_level=0, tqdm_class=bar
@@ -185,6 +185,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         server.add("org/negative", folder, raw=listing(size=-1))
         server.add("org/sizeless", folder, raw=listing(size="1"))
         server.add("org/digestless", folder, raw=listing(oid="\x1b[31m"))
+        server.add("org/unending", folder, unending={_SHARD})
+        server.add("org/unending-small", folder, unending={"config.json"})
         server.add("org/gone", folder, gone={_SHARD})
         server.add("org/short", folder, short={_SHARD})
         server.add("org/short-small", folder, short={"config.json"})
@@ -383,6 +385,8 @@ def test_a_second_download_checks_but_fetches_nothing(client: Client, folder: Pa
         ("org/negative", "SourceError", ["malformed"]),
         ("org/sizeless", "SourceError", ["malformed"]),
         ("org/digestless", "SourceError", ["malformed"]),
+        ("org/unending", "DamagedSource", [f"'{_SHARD}'", "sends more than", "try again"]),
+        ("org/unending-small", "DamagedSource", ["'config.json'", "sends more than", "try again"]),
         ("org/gone", "DamagedSource", [f"'{_SHARD}'", "does not serve it"]),
         ("org/short", "SourceError", ["the download failed", "try again"]),
         ("org/short-small", "DamagedSource", ["'config.json'", "bytes", "remove"]),
@@ -483,7 +487,7 @@ def test_bytes_that_come_by_xet_are_counted_once(client: Client) -> None:
 
 def test_a_download_ends_when_another_one_failed() -> None:
     pool = WorkerPool(1, None, 10)
-    count = hub._FileCount(pool, ListedFile("name", 10, "sha1", "0" * 40))
+    count = hub._FileCount(pool, ListedFile("name", 10, "sha1", "0" * 40), "org/name")
     count.add(5)
     pool.stopping.set()
     with pytest.raises(Cancelled):
