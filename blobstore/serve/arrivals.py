@@ -143,8 +143,6 @@ class Arrival(Fetch):
         self.reference, self.found, self.stored = reference, found, stored
         self.names = {reference}
         """All that the model will have."""
-        self.dropped: Collection[Digest] = ()
-        """Blobs of what a peer has given, and the upstream has now named."""
         self.begun = time.monotonic()
         self.model: ServedModel | None = None
         """The files, once they are listed."""
@@ -179,7 +177,8 @@ class Arrival(Fetch):
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
         others = _others(self._listing, names)
-        origin = Origin(self.repository, self.commit, plain, self.found.giver, others)
+        key = self.repository, self.commit
+        origin = Origin(*key, plain, self.found.giver, others, is_of_peer=self.found.is_peer)
         # Before anything is served or named: the record hides a restricted model.
         self._host.files_selected(self, origin)
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
@@ -245,7 +244,7 @@ class Arrival(Fetch):
                 ImportOptions(),
                 progress=self.check_stopped,
                 planned=lambda plan: tree.memory.hold_blobs(len(plan.blobs)),
-                mark=mark_of((self.repository, self.commit)),
+                mark=mark_of((self.repository, self.commit), is_of_peer=self.found.is_peer),
             )
         finally:
             source.close()

@@ -22,6 +22,7 @@ from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag, name_of
 from blobstore.serve.tags import settled_until
 from blobstore.serve.unprepared import NotListed, UnknownSource, prepared
+from blobstore.store.fetched import is_of_peer
 from blobstore.store.history import read_former
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Source(NamedTuple):
     commit: Commit | None
     manifest: Digest | None = None
     """The digest of the manifest if a user has brought it from elsewhere; None for others, which stay what they are."""
+    is_of_peer: bool = False
     until: float = math.inf
     """Until when that holds."""
 
@@ -151,7 +153,8 @@ class Commits:
             commit = self._pulled.commit_of(manifest)
             # Most were not fetched, and hashing all would take as long as reading them.
             key = Digest.of(data) if commit else None
-            return _Source(commit, key if key and self._pulled.brought(key) else None)
+            is_brought = key is not None and self._pulled.brought(key)
+            return _Source(commit, key if is_brought else None, is_of_peer(manifest))
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, or be a copy of a restricted
             # model, only clients that may read the repository get it.
@@ -159,10 +162,12 @@ class Commits:
                 one for one in self._pulled.all() if not self._pulled.is_public(one.repository)
             ]
             commit = (several[0].repository, several[0].commit) if several else None
-            return _Source(commit, until=time.monotonic() + _DAMAGED_SECONDS)
+            peer = bool(several and several[0].peer)
+            return _Source(commit, None, peer, time.monotonic() + _DAMAGED_SECONDS)
 
     def _origin(self, source: _Source) -> Origin | None:
-        return source.commit and self._pulled.get(source.commit, source.manifest)
+        commit, manifest, is_of_peer, _ = source
+        return commit and self._pulled.get(commit, manifest, is_of_peer=is_of_peer)
 
     # Versions
 

@@ -15,9 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, NameTaken, RemoteError
-from blobstore.manifests.model import Manifest
-from blobstore.operations.maintenance.gc import remove_blobs
+from blobstore.errors import BlobstoreError, NameTaken
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.asked import check_given, names_of
 from blobstore.serve.cold_files import owners_of
@@ -27,12 +25,12 @@ from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import UPSTREAM
 from blobstore.serve.unprepared import prepared
 from blobstore.serve.visible import Visible
-from blobstore.store.fetched import mark_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.serve.asked import Asked
     from blobstore.serve.cache_limit import CacheLimit
@@ -141,9 +139,11 @@ class ModelFetches:
 
     def _has_named(self, asked: Asked, commit: str) -> bool:
         """Return whether the store has a commit, and give it the name that is asked for."""
-        key = (asked.repository, commit)
+        key, pulled = (asked.repository, commit), self._library.pulled
         for reference, manifest in names_of(self._library, any_tag(asked.reference), key):
             with contextlib.suppress(BlobstoreError):
+                if (origin := pulled.origin(manifest)) and not pulled.is_recorded(origin):
+                    continue  # a peer had it otherwise
                 if reference != asked.reference and not asked.is_commit:
                     self._name(asked.reference, manifest, key)
                 return True
@@ -151,7 +151,7 @@ class ModelFetches:
 
     def _is_replaced(self, key: Commit, found: FoundAt) -> bool:
         """Return whether the upstream has named a commit of which the store has only what a peer has given."""
-        return found.giver == UPSTREAM and self._library.pulled.is_of_peer(key)
+        return found.giver == UPSTREAM and self._library.pulled.has_of_peer(key)
 
     def _names_of(self, commit: Commit) -> dict[Reference, Manifest]:
         """Return the names that fetches have given a commit."""
@@ -175,22 +175,6 @@ class ModelFetches:
     def _fetched_commits(self) -> Collection[Commit]:
         pulled = self._library.pulled
         return {*pulled.records(), *pulled.incomplete}
-
-    def _drop(self, arrival: Arrival) -> None:
-        """Remove what a peer has given of a commit, also what can be restored of it.
-
-        Its record stays until that of the upstream replaces it, so that nothing of it looks like one of the store's own.
-        """
-        key = (arrival.repository, arrival.commit)
-        names = self._names_of(key)
-        self._remove(names)
-        with self._store.writing(), self._store.exclusive_lock():
-            for former in self._store.names.former(None):
-                with contextlib.suppress(BlobstoreError):
-                    if self._library.pulled.commit_of(Manifest.from_bytes(former.data)) == key:
-                        former.path.unlink(missing_ok=True)
-        arrival.dropped = {blob.digest for one in names.values() for blob in one.blobs}
-        self._library.forget_all(*(Digest.of(one.to_bytes()) for one in names.values()))
 
     def _remove(self, names: Iterable[Reference]) -> None:
         """Remove names that fetches have given."""
@@ -257,17 +241,9 @@ class ModelFetches:
         check_given(self._library, arrival.reference)
         if not self._misspelt(arrival):
             self._store.names.check_name(arrival.reference)
-        if self._is_replaced((arrival.repository, arrival.commit), arrival.found):
-            self._drop(arrival)
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
-        """See :class:`ArrivalHost`. The record of a peer would open what was fetched of the commit for readers alone."""
-        key = (origin.repository, origin.commit)
-        if origin.peer and key not in self._library.pulled.records():
-            mark, stores = mark_of(key), (self._store, self._store.shared)
-            several = (data for one in stores if one for data in one.names.every_manifest())
-            if any(mark.encode() in data for data in several):
-                raise RemoteError(f"the store has {mark}, and only the upstream knows for whom")
+        """See :class:`ArrivalHost`."""
         self._record(arrival.found, origin)
 
     def files_listed(self, arrival: Arrival) -> None:
@@ -314,9 +290,6 @@ class ModelFetches:
             bounded(self.ended_at)[key] = time.monotonic()
         elif isinstance(arrival.error, NameTaken):
             self._library.pulled.names.not_given(arrival.reference, key)
-        if arrival.dropped:
-            with contextlib.suppress(BlobstoreError):
-                remove_blobs(self._store, {one.hex for one in arrival.dropped})
         with self._lock:
             for reference in arrival.names:
                 self._library.arriving.pop(reference, None)

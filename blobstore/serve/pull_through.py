@@ -24,7 +24,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import capacity
-from blobstore.errors import BlobstoreError, InvalidReference, RemoteError
+from blobstore.errors import InvalidReference, RemoteError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import lock_arrivals
 from blobstore.serve.asked import (
@@ -52,7 +52,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotAsked, NotFetched, prepared, wait_for
+from blobstore.serve.unprepared import NotAsked, NotFetched, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
@@ -284,7 +284,7 @@ class PullThrough:
         arrival = self._fetches.running.get(key)
         if arrival is not None and arrival.found.giver != giver == UPSTREAM:
             raise NotFetched(wait_for, arrival.ended)
-        is_replaced = giver == UPSTREAM and self._library.pulled.is_of_peer(key)
+        is_replaced = giver == UPSTREAM and self._library.pulled.has_of_peer(key)
         held = None if is_damaged or is_replaced else asked.held(visible)
         if is_damaged and arrival is not None:
             is_named = asked.is_commit or asked.reference in self._library.arriving
@@ -329,7 +329,7 @@ class PullThrough:
         known = self._tags.get(asked.reference)
         if not asked.is_commit:
             return known
-        if known is None and self._library.pulled.is_of_peer((asked.repository, asked.revision)):
+        if known is None and self._library.pulled.has_of_peer((asked.repository, asked.revision)):
             return None
         return Known(asked.revision, known.giver if known else UPSTREAM)
 
@@ -493,9 +493,6 @@ class PullThrough:
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
         origin = stored_origin(self._library, asked)
-        if self.peers.alive():  # finds commits without a record
-            with contextlib.suppress(BlobstoreError):
-                prepared(partial(self._library.at_commit, any_tag(asked.reference), ""))
         client, now = client_of(token), time.monotonic()
         is_public = self._library.pulled.is_public(asked.repository)
         # A client without access must not learn that the store has the model.

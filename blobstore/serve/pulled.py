@@ -35,6 +35,7 @@ from blobstore.store.fetched import (
     Brought,
     brought_name,
     fetched_from,
+    is_of_peer,
     record_name,
 )
 from blobstore.store.scan import list_names
@@ -72,6 +73,8 @@ class Origin:
     """For whom the model is if the user has brought it from elsewhere; None if he has not."""
     manifest: Digest | None = None
     """That of a model that the user has brought: see :meth:`PulledModels.now`."""
+    is_of_peer: bool = False
+    """Whether the model itself says that it came from a peer. The record of another giver is about another model."""
 
     @property
     def all_plain(self) -> Mapping[str, str]:
@@ -362,6 +365,13 @@ class PulledModels:
         """Return the commits of a repository, also those that were fetched by its former names."""
         return [origin for origin in self.all() if self.present(origin.repository) == repository]
 
+    def is_recorded(self, origin: Origin) -> bool:
+        """Return whether the record of a commit is about a model of this origin, and not about that of another giver."""
+        found = self.records().get((origin.repository, origin.commit))
+        if found is None or not found.is_marked:
+            return found is not None
+        return bool(found.peer) == origin.is_of_peer
+
     def is_public(self, repository: str) -> bool:
         """Return whether everyone may read all that was fetched of a repository, if there is anything."""
         return repository in self.open() or repository not in self._known
@@ -395,31 +405,34 @@ class PulledModels:
     def origin(self, manifest: Manifest) -> Origin | None:
         """Return the commit that a model was fetched from; None for the store's own models. Raises as :meth:`commit_of`."""
         commit = self.commit_of(manifest)
-        return commit and self.get(commit, Digest.of(manifest.to_bytes()))
+        key = Digest.of(manifest.to_bytes())
+        return commit and self.get(commit, key, is_of_peer=is_of_peer(manifest))
 
     def now(self, origin: Origin) -> Origin:
         """Return an origin that was read before: a model that was brought may be one of a fetch by now. Raises StoreError."""
         return replace(origin, brought=self.brought(origin.manifest)) if origin.manifest else origin
 
-    def get(self, commit: Commit, manifest: Digest | None = None) -> Origin:
+    def get(
+        self, commit: Commit, manifest: Digest | None = None, *, is_of_peer: bool = False
+    ) -> Origin:
         """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says."""
         known, brought = self._records.get(commit), self.brought(manifest) if manifest else None
         if known is None and brought is None:
             self.incomplete.add(commit)
-        key = manifest if brought else None
-        return replace(known or Origin(*commit), brought=brought, manifest=key)
+        found, key = known or Origin(*commit), manifest if brought else None
+        return replace(found, brought=brought, manifest=key, is_of_peer=is_of_peer)
 
     def with_others(self, origin: Origin) -> Origin:
         """Return a record with its other files, which are read for that. Raises StoreError."""
         with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
             found = _Record.from_bytes(read_record(path)).origin
-            plain = replace(origin, brought=None, manifest=None)
+            plain = replace(origin, brought=None, manifest=None, is_of_peer=False)
             if found is not None and found.short() == plain:
                 return replace(origin, others=found.others)
         return origin
 
-    def is_of_peer(self, commit: Commit) -> bool:
+    def has_of_peer(self, commit: Commit) -> bool:
         """Return whether only a peer has given what the store has of a commit, which the upstream may have otherwise."""
         origin = self.records().get(commit)
         return origin is not None and origin.peer != ""

@@ -167,12 +167,7 @@ class Rights:
         return right.proven
 
     def lets_peers(self, repository: str) -> bool:
-        """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about.
-
-        Nor may they if a commit has no record here, so that nobody knows for whom it was fetched.
-        """
-        if any(repository == one for one, _ in self._pulled.incomplete):
-            return False
+        """Return whether peers may answer for a repository: not if it is restricted, or was when last asked about."""
         repository = self._pulled.present(repository)
         given = self._rights.get((repository, EVERYONE, ""))
         refused = self._refused.get((repository, EVERYONE), 0.0)

@@ -72,10 +72,8 @@ class Visible:
             return True
         if (pulled.present(origin.repository), origin.commit) in self._opened:
             return True
-        # Nothing has shown that a public repository has a commit without a record: the user has brought it, it was lost,
-        # or it is of a shared store.
-        is_recorded = (origin.repository, origin.commit) in pulled.records()
-        return is_recorded and origin.repository in self._open
+        # Nothing has shown that a public repository has a commit without a record: the user has brought it, or it was lost.
+        return origin.repository in self._open and pulled.is_recorded(origin)
 
     def _only(self, found: _Served | None) -> _Served | None:
         return found if found is not None and self.shows(found.origin) else None

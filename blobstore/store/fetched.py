@@ -35,12 +35,13 @@ class Brought(enum.Enum):
     """A server has fetched from the repository: what its upstream says holds for this model, too."""
 
 
-_MARK: Final = re.compile(r"([^@]{1,200})@([0-9a-f]{40})")
+_PEER: Final = "@peer"
+_MARK: Final = re.compile(rf"([^@]{{1,200}})@([0-9a-f]{{40}})(?:{_PEER})?")
 
 
-def mark_of(commit: Commit) -> str:
-    """Return the name of the source layer of a model that is fetched from a commit."""
-    return "@".join(commit)
+def mark_of(commit: Commit, *, is_of_peer: bool = False) -> str:
+    """Return the name of the source layer of a model that is fetched from a commit, as the upstream or a peer has it."""
+    return "@".join(commit) + (_PEER if is_of_peer else "")
 
 
 def fetched_from(manifest: Manifest) -> Commit | None:
@@ -49,6 +50,11 @@ def fetched_from(manifest: Manifest) -> Commit | None:
         if found := _MARK.fullmatch(layer.name):
             return found[1], found[2]
     return None
+
+
+def is_of_peer(manifest: Manifest) -> bool:
+    """Return whether a peer has said what the commit is that a model was fetched from."""
+    return any(one.name.endswith(_PEER) for one in manifest.layers_of(media_types.SOURCE))
 
 
 def record_name(repository: str, commit: str = "") -> str:

@@ -196,6 +196,18 @@ def test_a_fetched_model_is_public_if_its_repository_is_and_its_commit_is_record
     assert not is_shown(cache, COPY)
 
 
+def test_the_record_of_a_giver_is_about_what_came_from_it_alone(
+    cache: LocalStore, source: Path
+) -> None:
+    """A peer names the commit of a restricted model, whose record is lost or comes only then."""
+    shutil.rmtree(cache.folder("pulled"))
+    PulledModels(cache).keep(replace(ORIGIN, peer="http://peer"), is_public=None)
+    import_as(cache, source, COPY, mark_of(COMMIT, is_of_peer=True))
+    assert [is_shown(cache, one) for one in (NAME, COPY)] == [False, True]
+    PulledModels(cache).keep(ORIGIN, is_public=True)
+    assert [is_shown(cache, one) for one in (NAME, COPY)] == [True, False]
+
+
 def test_a_model_that_an_earlier_version_has_fetched_stays_restricted(
     store: LocalStore, source: Path
 ) -> None:
