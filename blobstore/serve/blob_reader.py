@@ -138,12 +138,12 @@ class BlobReader:
             BlobMissing: it is another file by now, or cannot be read.
         """
         try:
-            descriptor, _ = open_regular(self._store.cold_path(part.digest))
+            descriptor, _ = open_regular(part.path)
         except OSError as error:
-            raise BlobMissing(f"cold blob {part.digest} cannot be read: {error}") from error
+            raise BlobMissing(f"cold blob {quote(part.path)} cannot be read: {error}") from error
         if FileVersion.of_status(os.fstat(descriptor)) != part.version:
             os.close(descriptor)
-            raise BlobMissing(f"cold blob {part.digest} was replaced")
+            raise BlobMissing(f"cold blob {quote(part.path)} was replaced")
         return OpenBlob(descriptor, part.version, is_verified=True)
 
     def verify(self, digest: Digest, size: int) -> object:
@@ -163,7 +163,7 @@ class BlobReader:
         if isinstance(part, StoredPart):  # its digest is that of another form
             blob = self.open_stored(part)
             try:
-                self._digest(self._store.cold_path(part.digest), blob.descriptor or 0, part.size)
+                self._digest(part.path, blob.descriptor or 0, part.size)
             finally:
                 blob.close()
             return

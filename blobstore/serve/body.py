@@ -110,7 +110,7 @@ class BodySender:
             except (BlobstoreError, OSError) as error:
                 is_of_client = isinstance(error, ConnectionError | TimeoutError)
                 if not is_of_client and not transport.is_closing():
-                    key = type(part), part.digest
+                    key = type(part), *part[:2]
                     await self._verifications.result(key, self._blobs.verify_again, part)
                 raise
             finally:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.serve.messages import Part
     from blobstore.serve.pulled import Origin
     from blobstore.store.local import LocalStore
 
@@ -53,9 +54,9 @@ def cold_version(store: LocalStore) -> FileVersion | None:
     return FileVersion.of(store.folder("cold"))
 
 
-def is_current(store: LocalStore, part: StoredPart) -> bool:
-    """Return whether a cold file is the one that was hashed."""
-    return FileVersion.of(store.cold_path(part.digest)) == part.version
+def is_current(part: Part) -> bool:
+    """Return whether a cold file, if it is one, is the one that was hashed."""
+    return not isinstance(part, StoredPart) or FileVersion.of(part.path) == part.version
 
 
 def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest) -> ColdFiles:
@@ -102,8 +103,8 @@ def _listed(
 ) -> tuple[ColdLayer, StoredPart] | None:
     """Return the entry of a cold blob and its file; None if it cannot be read."""
     try:
-        base = base_of(store.open_cold(*blob))
-        descriptor, size = open_regular(store.cold_path(blob.digest))
+        base, path = base_of(store.open_cold(*blob)), store.cold_path(blob.digest)
+        descriptor, size = open_regular(path)
     except (BlobstoreError, OSError):
         return None
     try:
@@ -118,7 +119,7 @@ def _listed(
         return None
     finally:
         os.close(descriptor)
-    return layer, StoredPart(blob.digest, size, 0, size, version)
+    return layer, StoredPart(path, size, 0, size, version)
 
 
 def _noted(value: Any) -> _Notes:

@@ -22,12 +22,11 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import DEFAULT_TAG, Reference, name_matches
 from blobstore.models.small_files import ModelFiles
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
-from blobstore.serve.cold_files import cold_version, find_cold_files, is_current, owners_of
+from blobstore.serve.cold_files import cold_version, find_cold_files, owners_of
 from blobstore.serve.commits import Commits, served_commit
 from blobstore.serve.description import Description, describe
 from blobstore.serve.expiring import bounded, narrowed
 from blobstore.serve.made_digests import signed_at
-from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import file_digests, model_files
 from blobstore.serve.names import DERIVED, HEAD, IMAGE, MAIN, any_tag
 from blobstore.serve.ownership import Ownership, Ownerships
@@ -280,12 +279,6 @@ class Library:
         """
         if artifact.layers and artifact.cold_version != cold_version(self.store):
             raise NotPrepared(self._list_cold, artifact)
-
-    def has_files(self, content: Content) -> bool:
-        """Return whether the cold files of a content, if it has any, are those that were listed."""
-        return all(
-            is_current(self.store, part) for part in content.parts if isinstance(part, StoredPart)
-        )
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only, or else this one.

@@ -50,8 +50,7 @@ class FilePart(NamedTuple):
 class StoredPart(NamedTuple):
     """A range of the file of a cold blob, as it is."""
 
-    digest: Digest
-    """That of the blob."""
+    path: str
     size: int
     """Bytes of the file."""
     begin: int

@@ -18,6 +18,7 @@ from blobstore.errors import InvalidDigest, InvalidReference
 from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
+from blobstore.serve.cold_files import is_current
 from blobstore.serve.gguf_choice import gguf_choice, wants_gguf
 from blobstore.serve.messages import (
     Response,
@@ -210,7 +211,7 @@ def _derived_from(tag: str) -> Digest:
 def _blob(request: Request, repository: Reference, digest: Digest, library: Visible) -> Response:
     for artifact in library.artifacts(repository, digest):
         content = artifact.content(digest)
-        if content is not None and library.has_files(content):
+        if content is not None and all(map(is_current, content.parts)):
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
             use = library.use(artifact)
             return content_response(request, content, str(digest), headers, use)

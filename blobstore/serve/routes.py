@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError
@@ -20,7 +21,7 @@ from blobstore.serve.unprepared import List, ListOfAll
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from blobstore.serve.access import Access, Client
     from blobstore.serve.hub_calls import Call
@@ -41,10 +42,12 @@ def answer(
     access: Access,
     metrics: Callable[[], str] = lambda: "",
     pull_through: PullThrough | None = None,
+    shared: Library | None = None,
 ) -> Response:
     """Return the response to a request; ``metrics`` returns the text of ``/metrics``.
 
-    With ``pull_through``, models that the library lacks are fetched.
+    With ``pull_through``, models that the library lacks are fetched. With ``shared``, that of the shared store, they
+    are answered from it.
 
     No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
 
@@ -86,10 +89,11 @@ def answer(
         call = _understood(request, target)
         library.store.check_root()
         if pull_through is None:
-            visible = Visible.of(library.only(client.models))
+            both = [one.only(client.models) for one in (library, shared) if one is not None]
+            visible = tuple(map(Visible.of, both))
         else:
             through = pull_through.only(client.models)
-            visible = through.visible(request, target, client.upstream_token)
+            visible = (through.visible(request, target, client.upstream_token),)
         return _about_models(request, target, call, visible, respond)
 
     return respond(found)
@@ -99,15 +103,26 @@ def _about_models(
     request: Request,
     target: Target,
     call: Call | None,
-    visible: Visible,
+    visible: Sequence[Visible],
     respond: Callable[[Callable[[], Response]], Response],
 ) -> Response:
-    """Return the response to a request that the rules of this server allow; a list is made by ``respond`` later."""
+    """Return the response to a request that the rules of this server allow; a list is made by ``respond`` later.
+
+    It is that of the first store which has what is asked for, each with what is ``visible`` in it. No response is about
+    the models of two stores, each of which has its own records of who may read them.
+    """
+
+    def of(store: Visible) -> Response:
+        if call is None:
+            return registry_response(request, target, store)
+        return hub_response(call, store)
 
     def found() -> Response:
-        if call is None:
-            return registry_response(request, target, visible)
-        return hub_response(call, visible)
+        response = respond(partial(of, visible[0]))
+        for store in visible[1:] if _lacks_name(response) else ():
+            other = respond(partial(of, store))
+            response = response if _lacks_name(other) else other
+        return response
 
     if not (is_list(target) if call is None else call.route.is_list):
         return found()
@@ -115,6 +130,11 @@ def _about_models(
     asked = {name: value for name, value in request.headers.items() if name not in _OF_CLIENTS}
     key = (visible, request.method, request.target, tuple(sorted(asked.items())))
     raise (ListOfAll if is_of_all else List)(lambda: respond(found), *key)
+
+
+def _lacks_name(response: Response) -> bool:
+    """Return whether a store has no model of the name, or no blob of the digest, that is asked for."""
+    return response.status == 404 and response.headers.get("X-Error-Code") != "EntryNotFound"
 
 
 def _owner(

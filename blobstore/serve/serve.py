@@ -28,7 +28,7 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     import os
     import ssl
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.pull_through import PullThrough
@@ -111,7 +111,7 @@ def serve(
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     # What it fetches gets names, which are given in a store itself.
     fetches = upstream is not None or peers
-    library = Library(LocalStore.of(store) if fetches else LocalStore.to_read(store), allow)
+    library, *shared = (Library(one, allow) for one in _stores(store, is_alone=bool(fetches)))
     lines = Log(log)
     fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
     tokens: Watched[Access] | None = None
@@ -140,10 +140,10 @@ def serve(
             def all_metrics() -> str:
                 return metrics() + (through.metrics() if through else "")
 
-            return answer(request, library, access(), all_metrics, through)
+            return answer(request, library, access(), all_metrics, through, *shared)
 
         stack.callback(_prewarmed(prewarm, library, through, lines))
-        threading.Thread(target=_look_ahead, args=(library,), daemon=True).start()
+        threading.Thread(target=_look_ahead, args=(library, *shared), daemon=True).start()
         run_server(
             respond,
             library.store,
@@ -151,7 +151,7 @@ def serve(
             port=port,
             on_ready=on_ready,
             stop=stop,
-            tidy=library.release_idle,
+            tidy=lambda: [*map(Library.release_idle, (library, *shared))],
             look=lambda: [one.look() for one in watched],
             identify=lambda request: access().name(request),
             tls=lambda: None if tls is None else tls.value,
@@ -207,9 +207,17 @@ def _prewarmed(
     return Prewarm(file, library, through, log.note).close
 
 
-def _look_ahead(library: Library) -> None:
-    with contextlib.suppress(BlobstoreError, OSError):  # a response to a client reports it
-        Visible.of(library).look_ahead()
+def _stores(store: StoreLike, *, is_alone: bool) -> Iterator[LocalStore]:
+    """Yield a store, and the shared one below it unless it is alone."""
+    yield (local := LocalStore.of(store))
+    if local.shared is not None and not is_alone:
+        yield local.shared
+
+
+def _look_ahead(*libraries: Library) -> None:
+    for library in libraries:
+        with contextlib.suppress(BlobstoreError, OSError):  # a response to a client reports it
+            Visible.of(library).look_ahead()
 
 
 def _certificate(

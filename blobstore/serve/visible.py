@@ -317,7 +317,3 @@ class Visible:
     def is_distrusted(self, etag: str) -> bool:
         """See :meth:`Library.is_distrusted`."""
         return self._library.is_distrusted(etag)
-
-    def has_files(self, content: Content) -> bool:
-        """See :meth:`Library.has_files`."""
-        return self._library.has_files(content)

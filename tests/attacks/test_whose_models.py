@@ -37,6 +37,7 @@ from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.models import write_folder
+from tests.support.serve import ask
 
 NAME, COPY = Reference.parse("org/gated"), Reference.parse("my/copy")
 COMMIT = ("org/gated", "a" * 40)
@@ -194,6 +195,20 @@ def test_a_fetched_model_is_public_if_its_repository_is_and_its_commit_is_record
     pulled._path(*COMMIT).unlink()
     assert not is_shown(cache, NAME)
     assert not is_shown(cache, COPY)
+
+
+def test_records_of_a_store_say_nothing_about_the_models_of_another(
+    cache: LocalStore, tmp_path: Path
+) -> None:
+    """The shared store below has the model, and a peer of the store above has named its commit."""
+    above = LocalStore(tmp_path / "above")
+    PulledModels(above).keep(replace(ORIGIN, peer="http://peer"), is_public=None)
+    target = "/org/gated/resolve/main/config.json"
+    response = ask(Library(above), target, shared=Library(cache))
+    assert response == ask(Library(above), target)
+    PulledModels(cache).keep(ORIGIN, is_public=True)
+    PulledModels(above).note_public("org/gated", is_public=False)
+    assert ask(Library(above), target, shared=Library(cache)).status == 200
 
 
 def test_the_record_of_a_giver_is_about_what_came_from_it_alone(

@@ -22,10 +22,11 @@ def ask(
     headers: dict[str, str] | None = None,
     body: bytes = b"",
     access: Access | None = None,
+    shared: Library | None = None,
 ) -> Response:
     """Return the response, after doing what has to be done first."""
     request = Request(method, target, headers or {}, body)
-    return prepared(lambda: answer(request, library, access or Access()))
+    return prepared(lambda: answer(request, library, access or Access(), shared=shared))
 
 
 def body_of(store: LocalStore, response: Response) -> bytes:

@@ -164,7 +164,7 @@ def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
     path = Path(store.cold_path(part.digest))
     version = FileVersion.of(path)
     assert version is not None
-    stored = StoredPart(part.digest, version.size, 0, version.size, version)
+    stored = StoredPart(str(path), version.size, 0, version.size, version)
     reader.open_stored(stored).close()
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
@@ -256,8 +256,7 @@ def test_a_cold_file_that_the_disk_cannot_read_any_more_is_damaged(
     path = Path(store.cold_path(part_of(store, "model", "a").digest))
     version = FileVersion.of(path)
     assert version is not None
-    digest = part_of(store, "model", "a").digest
-    stored = StoredPart(digest, version.size, 10, 1, version)
+    stored = StoredPart(str(path), version.size, 10, 1, version)
     reader.verify_again(stored)
     broken.append(path.stat())
     with pytest.raises(BlobDamaged, match="cannot be read: Input/output error"):

@@ -69,13 +69,13 @@ def test_a_damaged_note_is_made_again(cold: LocalStore) -> None:
 
 def test_a_file_that_was_replaced_is_another(cold: LocalStore) -> None:
     before = find(cold)
-    assert all(is_current(cold, part) for part in parts(before))
+    assert all(is_current(part) for part in parts(before))
     thaw_models(["one"], store=cold)
     freeze_models(["one"], store=cold)
     after = find(cold)
     assert len(after.layers) == len(before.layers)
     assert before.version != after.version
-    assert not any(is_current(cold, part) for part in parts(before))
+    assert not any(is_current(part) for part in parts(before))
 
 
 def test_a_damaged_file_is_left_out(cold: LocalStore) -> None:

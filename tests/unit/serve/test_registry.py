@@ -221,7 +221,7 @@ def test_compressed_forms_refer_to_their_model_as_long_as_they_are_there(
 def stored_bytes(store: LocalStore, response: Response) -> bytes:
     (part,) = response.parts
     assert isinstance(part, StoredPart)
-    data = Path(store.cold_path(part.digest)).read_bytes()
+    data = Path(part.path).read_bytes()
     return data[part.begin : part.begin + part.length]
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.errors import InvalidManifest
+from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.names import copy_model
 from blobstore.serve.access import Access, Token
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import List, NotListed, NotPrepared, UnknownSource, prepared
 from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, write_folder
 from tests.support.serve import ask, body_of, json_of
 
 
@@ -73,6 +78,62 @@ def test_a_target_may_name_the_host(library: Library) -> None:
     assert ask(library, "http://localhost", access=local).status == 200
     for target in (f"http://u@localhost{path}", f"http://{path}", f"ftp://localhost{path}"):
         assert ask(library, target, headers=headers, access=local).status == 400
+
+
+@pytest.fixture
+def above(tmp_path: Path) -> Library:
+    """A library of a store that has another ``org/model``, without its own folder, as ``v2``."""
+    store = LocalStore(tmp_path / "above")
+    create(write_folder(tmp_path / "other", dense_tensors()), "org/model:v2", store=store)
+    return Library(store)
+
+
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [
+        ("/org/model/resolve/main/extra/notes.txt", "HEAD"),
+        ("/org/model/resolve/COMMIT/extra/notes.txt", "GET"),
+        ("/api/models/org/model/tree/COMMIT", "GET"),
+        ("/v2/org/model/manifests/latest", "GET"),
+        ("/v2/org/model/manifests/DIGEST", "GET"),
+        ("/v2/org/model/blobs/BLOB", "GET"),
+    ],
+)
+def test_what_a_store_lacks_is_answered_from_the_shared_one(
+    library: Library, above: Library, target: str, method: str
+) -> None:
+    main = ask(library, "/org/model/resolve/main/config.json")
+    manifest = ask(library, "/v2/org/model/manifests/latest")
+    target = target.replace("COMMIT", main.headers["X-Repo-Commit"])
+    target = target.replace("DIGEST", manifest.headers["Docker-Content-Digest"])
+    target = target.replace("BLOB", json_of(manifest)["layers"][0]["digest"])
+    expected = ask(library, target, method)
+    assert expected.status == 200
+    found = ask(above, target, method, shared=library)
+    assert replace(found, in_use=expected.in_use) == expected
+    assert ask(above, target, method).status == 404
+    other = Access(tokens=[Token(b"a-long-token", models=("other/*",))])
+    headers = {"authorization": "Bearer a-long-token"}
+    hidden = ask(above, target, method, headers=headers, access=other, shared=library)
+    assert hidden.status == 404
+
+
+def test_a_name_of_a_store_counts_before_that_of_the_shared_one(
+    library: Library, above: Library
+) -> None:
+    copy_model("org/model", "org/model:v2", store=library.store)
+    copy_model("org/model", "org/theirs", store=library.store)
+    both = partial(ask, above, shared=library)
+    commit = both("/org/model/resolve/v2/config.json").headers["X-Repo-Commit"]
+    assert commit == ask(above, "/org/model/resolve/v2/config.json").headers["X-Repo-Commit"]
+    assert both("/org/model/resolve/v2/extra/notes.txt").status == 404
+    for target in ("/org/model/resolve/v9/config.json", "/none/resolve/main/config.json"):
+        assert both(target) == ask(above, target)
+    # Lists of one repository are those of one store, and the list of all has the names of the store alone.
+    for target in ("/v2/org/model/tags/list", "/v2/_catalog", "/api/models"):
+        assert both(target) == ask(above, target)
+    assert json_of(both("/v2/org/theirs/tags/list"))["tags"] == ["latest"]
+    assert json_of(both("/api/models/org/theirs/refs"))["branches"]
 
 
 def test_an_unknown_address_is_absent(library: Library) -> None:

@@ -211,9 +211,9 @@ def test_other_stores_have_no_shared_one(shared: LocalStore, tmp_path: Path) -> 
 
 def test_a_server_has_the_models_of_both(shared: LocalStore, tuned: LocalStore) -> None:
     blobstore.freeze(["base"], store=shared)
-    library = Library(LocalStore.to_read(None))
+    library, below = Library(LocalStore()), Library(shared)
     for name, tensors in (("base", BASE), ("tuned", TUNED)):
-        response = ask(library, f"/{name}/resolve/main/model.safetensors")
+        response = ask(library, f"/{name}/resolve/main/model.safetensors", shared=below)
         assert response.status == 200
         assert same(load(body_of(library.store, response)), tensors)
 
