@@ -85,12 +85,9 @@ def join_some(parts: Sequence[str], limit: int) -> str:
     return f"{shown} and {len(parts) - limit} more" if len(parts) > limit else shown
 
 
-def did_you_mean(text: str, names: Collection[str], *, cutoff: float = 0.8) -> str:
-    """Return a question about the names that are most like a text, or nothing.
-
-    ``cutoff`` is how much of a name and the text must be equal.
-    """
-    return question(most_like(text, names, cutoff))
+def did_you_mean(text: str, names: Collection[str]) -> str:
+    """Return a question about the names that are most like a text, or nothing."""
+    return question(most_like(text, names, 0.8))
 
 
 def question(names: Sequence[str]) -> str:
@@ -99,7 +96,7 @@ def question(names: Sequence[str]) -> str:
 
 
 def most_like(text: str, names: Collection[str], cutoff: float) -> list[str]:
-    """Return at most two names that are most like a text; ``cutoff`` as for :func:`did_you_mean`."""
+    """Return at most two names that are most like a text; ``cutoff`` is how much of both must be equal."""
     from difflib import get_close_matches
 
     text = text[:MAX_SHOWN]
