@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
@@ -77,7 +77,7 @@ def say_the_same(ours: bytes, theirs: bytes) -> bool:
 
 def _decoded(config: bytes) -> dict[str, Any]:
     try:
-        value = strictjson.loads(config)
+        value = strict_json.loads(config)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

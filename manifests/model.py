@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from blobstore.core import limits
-from blobstore.core import strict_json as strictjson
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
@@ -86,7 +85,7 @@ class Manifest:
     @classmethod
     def _parse(cls, data: bytes) -> Manifest:
         try:
-            value = strictjson.loads(data)
+            value = strict_json.loads(data)
         except ValueError as error:
             raise InvalidManifest(f"manifest is not readable as JSON: {error}") from None
         place = "$"
@@ -119,7 +118,7 @@ class Manifest:
             "config": self.config.to_json(),
             "layers": [layer.to_json() for layer in self.layers],
         }
-        return f"{strictjson.dumps(value | dict(self.extra))}\n".encode()
+        return f"{strict_json.dumps(value | dict(self.extra))}\n".encode()
 
     def layers_of(self, *kinds: str) -> tuple[Descriptor, ...]:
         """Return the layers of some media types, in order."""
@@ -160,7 +159,7 @@ class ModelConfig:
             value[LAYERS_DIGEST] = str(self.layers_digest)
         if self.published_scheme:
             value[PUBLISHED_SCHEME] = self.published_scheme
-        return strictjson.dumps(value).encode()
+        return strict_json.dumps(value).encode()
 
 
 def _name_occurs_twice(layers: Iterable[Descriptor]) -> InvalidManifest:
@@ -182,4 +181,4 @@ def layers_digest(layers: Iterable[Descriptor]) -> Digest:
 
 def listed(layers: Iterable[Descriptor]) -> bytes:
     """Return the list of layers as it stands in a manifest."""
-    return strictjson.dumps([layer.to_json() for layer in layers]).encode()
+    return strict_json.dumps([layer.to_json() for layer in layers]).encode()

@@ -17,7 +17,7 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.core.escape import escape, quote
 from blobstore.core.file_kinds import CHECKPOINT, kind_of
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
@@ -124,7 +124,7 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
         raise InvalidHeader("header does not end with '}' and spaces", rule=_INVALID_JSON)
     try:
         # "{...}" can only be an object
-        top: dict[str, Any] = strictjson.loads(
+        top: dict[str, Any] = strict_json.loads(
             unpadded, max(_MIN_MEMORY, _MEMORY_PER_BYTE * len(unpadded))
         )
     except ValueError as error:
@@ -222,7 +222,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     if metadata:
         top[METADATA_KEY] = dict(sorted(metadata.items()))
     # Code point order is UTF-8 byte order.
-    return _padded(strictjson.dumps({key: top[key] for key in sorted(top)}))
+    return _padded(strict_json.dumps({key: top[key] for key in sorted(top)}))
 
 
 def encode_file_header(

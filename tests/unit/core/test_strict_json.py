@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -26,21 +26,21 @@ VALUES = st.recursive(
 @pytest.mark.slow
 @given(VALUES)
 def test_parses_its_own_output(value: object) -> None:
-    assert strictjson.loads(strictjson.dumps(value).encode()) == value
+    assert strict_json.loads(strict_json.dumps(value).encode()) == value
 
 
 @pytest.mark.slow
 @given(VALUES)
 def test_agrees_with_the_standard_library(value: object) -> None:
     data = json.dumps(value).encode()
-    assert strictjson.loads(data) == json.loads(data)
+    assert strict_json.loads(data) == json.loads(data)
 
 
 @pytest.mark.slow
 @given(st.binary() | TEXTS.map(str.encode))
 def test_raises_only_value_errors(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        strictjson.loads(data)
+        strict_json.loads(data)
 
 
 @pytest.mark.parametrize(
@@ -73,38 +73,38 @@ def test_raises_only_value_errors(data: bytes) -> None:
 )
 def test_rejects_text_that_is_not_strict_json(data: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        strictjson.loads(data)
+        strict_json.loads(data)
 
 
 def test_shortens_and_escapes_a_duplicate_key() -> None:
     key = json.dumps("\x1b" + "x" * 70_000)
     with pytest.raises(ValueError, match="occurs twice") as caught:
-        strictjson.loads(f"{{{key}:1,{key}:1}}".encode())
+        strict_json.loads(f"{{{key}:1,{key}:1}}".encode())
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("data", [b"-0", b'[-0,"x"]', b'{"a":-0}'])
 def test_does_not_read_minus_zero_as_an_integer(data: bytes) -> None:
-    value = strictjson.loads(data)
+    value = strict_json.loads(data)
     while not isinstance(value, float):
         value = value["a"] if isinstance(value, dict) else value[0]
     assert math.copysign(1, value) == -1
 
 
 def test_accepts_minus_zero_in_a_string_or_another_number() -> None:
-    assert strictjson.loads(b'["-0", -07.5e-0]'.replace(b"-07", b"-7")) == ["-0", -7.5]
-    value = strictjson.loads(b'["-0", -12, 7, 0]')
+    assert strict_json.loads(b'["-0", -07.5e-0]'.replace(b"-07", b"-7")) == ["-0", -7.5]
+    value = strict_json.loads(b'["-0", -12, 7, 0]')
     assert value == ["-0", -12, 7, 0]
     assert [type(item) for item in value] == [str, int, int, int]
 
 
 def test_accepts_the_same_key_in_different_objects() -> None:
-    assert strictjson.loads(b'{"a":{"a":[{"a":1},{"a":2}]}}') == {"a": {"a": [{"a": 1}, {"a": 2}]}}
+    assert strict_json.loads(b'{"a":{"a":[{"a":1},{"a":2}]}}') == {"a": {"a": [{"a": 1}, {"a": 2}]}}
 
 
 def test_parses_memoryviews_and_surrogate_pairs() -> None:
-    assert strictjson.loads(memoryview(b'"\\ud83d\\uDE00 \\\\ud800"')) == "\U0001f600 \\ud800"
+    assert strict_json.loads(memoryview(b'"\\ud83d\\uDE00 \\\\ud800"')) == "\U0001f600 \\ud800"
 
 
 def test_writes_the_escapes_of_go() -> None:
@@ -112,19 +112,19 @@ def test_writes_the_escapes_of_go() -> None:
     expected = (
         '"\\u003cscript\\u003e\\u0026\\u2028\\u2029é\x7f\\u0000\\u001f\\b\\f\\n\\r\\t\\"\\\\/\'"'
     )
-    assert strictjson.dumps(text) == expected
+    assert strict_json.dumps(text) == expected
 
 
 def test_writes_compactly_and_keeps_the_order() -> None:
     assert (
-        strictjson.dumps({"b": [1, 2.5, None, True], "a": {}}) == '{"b":[1,2.5,null,true],"a":{}}'
+        strict_json.dumps({"b": [1, 2.5, None, True], "a": {}}) == '{"b":[1,2.5,null,true],"a":{}}'
     )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rejects_writing_numbers_that_it_would_not_parse(value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        strictjson.dumps(value)
+        strict_json.dumps(value)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_a_document_that_takes_much_memory_is_refused_before_it_is_parsed(item: 
     text = f"[{item * 1000}0]"
     data, expected = text.encode(), json.loads(text)
     with pytest.raises(ValueError, match="^it would take more than 0 MiB of memory$"):
-        strictjson.loads(data, max_memory=len(data) * 3)
+        strict_json.loads(data, max_memory=len(data) * 3)
     tracemalloc.start()
     try:
-        found = strictjson.loads(data, max_memory=2**20)
-        assert tracemalloc.get_traced_memory()[1] < strictjson._memory(text)
+        found = strict_json.loads(data, max_memory=2**20)
+        assert tracemalloc.get_traced_memory()[1] < strict_json._memory(text)
     finally:
         tracemalloc.stop()
     assert found == expected
@@ -152,8 +152,8 @@ def test_a_manifest_of_200_000_layers_is_far_from_the_limit_of_memory(name: str)
         "size": 10**9,
         "name": name,
     }
-    few = strictjson._memory(json.dumps([layer] * 1000, ensure_ascii=False))
-    assert few * 200 < strictjson.MAX_MEMORY
+    few = strict_json._memory(json.dumps([layer] * 1000, ensure_ascii=False))
+    assert few * 200 < strict_json.MAX_MEMORY
 
 
 # Elements, one at a time
@@ -162,12 +162,12 @@ def test_a_manifest_of_200_000_layers_is_far_from_the_limit_of_memory(name: str)
 @pytest.mark.slow
 @given(st.lists(VALUES), st.sampled_from([None, 1]))
 def test_elements_are_those_of_the_array(values: list[object], indent: int | None) -> None:
-    assert list(strictjson.elements(json.dumps(values, indent=indent).encode())) == values
+    assert list(strict_json.elements(json.dumps(values, indent=indent).encode())) == values
 
 
 @pytest.mark.parametrize("data", [b"[]", b" [ ] \n", b"\xef\xbb\xbf[ ]"])
 def test_an_empty_array_has_no_elements(data: bytes) -> None:
-    assert list(strictjson.elements(data)) == []
+    assert list(strict_json.elements(data)) == []
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_an_empty_array_has_no_elements(data: bytes) -> None:
 )
 def test_other_text_has_no_elements(data: bytes) -> None:
     with pytest.raises(ValueError, match=".+"):
-        list(strictjson.elements(data))
+        list(strict_json.elements(data))
 
 
 def test_elements_are_parsed_when_they_are_asked_for() -> None:
-    found = strictjson.elements(b"[1,{},x")
+    found = strict_json.elements(b"[1,{},x")
     assert next(found) == 1
     assert next(found) == {}
     with pytest.raises(ValueError, match=".+"):
@@ -206,5 +206,5 @@ def test_elements_are_parsed_when_they_are_asked_for() -> None:
 def test_pieces_of_a_text_take_the_memory_of_the_whole() -> None:
     text = b'[{"a": [1, 2]}, {"b": "c"}]' * 10
     pieces = [text[begin : begin + 7] for begin in range(0, len(text), 7)]
-    assert sum(map(strictjson.memory_of, pieces)) == strictjson.memory_of(text)
-    assert strictjson.memory_of(text) > 10 * len(text)
+    assert sum(map(strict_json.memory_of, pieces)) == strict_json.memory_of(text)
+    assert strict_json.memory_of(text) > 10 * len(text)

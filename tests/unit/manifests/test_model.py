@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
@@ -250,7 +250,7 @@ def test_any_unknown_field_survives_anywhere(
 def test_the_short_cut_is_taken_for_what_we_write(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer(name="é {}"), layer(B, 0), layer(C, 10**18 - 1, name="config.json")]
     manifest = read(layers=layers)
-    monkeypatch.setattr(strictjson, "loads", lambda _: pytest.fail("parsed as JSON"))
+    monkeypatch.setattr(strict_json, "loads", lambda _: pytest.fail("parsed as JSON"))
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 

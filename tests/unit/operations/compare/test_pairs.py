@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blobstore.core import strict_json as strictjson
+from blobstore.core import strict_json
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -41,7 +41,7 @@ def paired(store: LocalStore, model: str, base: str, *patterns: str) -> Pairing:
 
 def with_stacks(store: LocalStore, name: str, stacks: object) -> None:
     """Add a list of stacked tensors to a model."""
-    content = strictjson.dumps(stacks).encode()
+    content = strict_json.dumps(stacks).encode()
     layer = Descriptor(media_types.STACKS, *add_blob(store, content))
     manifest = store.resolve(Reference.parse(name))
     changed = with_layers(store, manifest, (*manifest.layers, layer))
