@@ -16,9 +16,7 @@ from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, Damaged
-from blobstore.folders.export_plan import (
-    check_no_gguf,
-)
+from blobstore.folders.export_plan import check_no_gguf
 from blobstore.folders.files import files_of
 from blobstore.folders.link_plan import plan_links
 from blobstore.folders.writer import HashedBlob, read_file, read_tensor

@@ -15,22 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError
-from blobstore.folders.shards import (
-    file_names,
-    index,
-    index_name,
-    split_by_size,
-    weight_file,
-)
+from blobstore.folders.shards import file_names, index, index_name, split_by_size, weight_file
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import check_paths, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.source_layers import (
-    left_out_tensors,
-    packed_shapes,
-    source_specs,
-)
+from blobstore.models.source_layers import left_out_tensors, packed_shapes, source_specs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.comfy import is_stale
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.folders.export_plan import check_file_names, folder_contents, is_adapter
 from blobstore.folders.original import plan_original
-from blobstore.folders.shards import (
-    SHARD_SIZE,
-    index,
-    split_by_size,
-    weight_file,
-)
+from blobstore.folders.shards import SHARD_SIZE, index, split_by_size, weight_file
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.models.source_layers import is_from_gguf
 from blobstore.safetensors.header import in_file_order

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
-from blobstore.folders.export_plan import (
-    ExportPlan,
-    FolderTensor,
-    check_no_gguf,
-    symmetric_shapes,
-)
+from blobstore.folders.export_plan import ExportPlan, FolderTensor, check_no_gguf, symmetric_shapes
 from blobstore.folders.shards import WeightFile
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths

@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Budget, gather
-from blobstore.errors import (
-    BlobDamaged,
-    RemoteError,
-)
+from blobstore.errors import BlobDamaged, RemoteError
 from blobstore.manifests.media_types import LOCAL_MANIFEST
 from blobstore.registry.layouts.attached import bundle_manifest, cosign_manifest, cosign_of
 from blobstore.registry.manifest import ImageManifest
-from blobstore.remotes.referrers import (
-    noting_errors,
-    send_attached,
-    send_referrers,
-    tag_to_extend,
-)
+from blobstore.remotes.referrers import noting_errors, send_attached, send_referrers, tag_to_extend
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import BUNDLE, decoded
 from blobstore.signatures.cosign import (

@@ -20,12 +20,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.registry.layouts.plan import (
-    FOLDER,
-    RemotePlan,
-    folder_files,
-    remote_manifest,
-)
+from blobstore.registry.layouts.plan import FOLDER, RemotePlan, folder_files, remote_manifest
 from blobstore.registry.layouts.tar import ROOT, TAR_END, TarLayer, padding, tar_entries, tar_header
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 

@@ -17,9 +17,7 @@ from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest, Unsupp
 from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.registry.layouts import image, ollama
-from blobstore.registry.layouts.plan import (
-    MODEL_CONFIG,
-)
+from blobstore.registry.layouts.plan import MODEL_CONFIG
 from blobstore.registry.manifest import DOCKER_MANIFEST, OCI_MANIFEST, ImageManifest
 
 if TYPE_CHECKING:
