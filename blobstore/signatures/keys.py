@@ -49,11 +49,13 @@ class PublicKey:
             from cryptography.exceptions import UnsupportedAlgorithm
             from cryptography.hazmat.primitives import serialization
         if b"PRIVATE KEY" in data:
-            raise UsageError(f"{name}: this is a private key; the public one is needed")
+            raise UsageError(f"{quote(name)}: this is a private key; the public one is needed")
         try:
             key = serialization.load_pem_public_key(data)
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise UsageError(f"{name}: not a public key in PEM: {_first_line(error)}") from None
+            raise UsageError(
+                f"{quote(name)}: not a public key in PEM: {_first_line(error)}"
+            ) from None
         return cls._of(key, name)
 
     @classmethod
@@ -102,20 +104,20 @@ class PrivateKey:
             from cryptography.hazmat.primitives import serialization
         if _COSIGN in data or _SIGSTORE in data:
             raise UsageError(
-                f"{name}: cosign's own format of encrypted keys is not supported; use a key in PKCS#8, "
+                f"{quote(name)}: cosign's own format of encrypted keys is not supported; use a key in PKCS#8, "
                 "which 'cosign import-key-pair' accepts too"
             )
         secret = None
         if b"ENCRYPTED" in data:
             if passphrase is None:
-                raise UsageError(f"{name}: the key is encrypted, and no passphrase is given")
+                raise UsageError(f"{quote(name)}: the key is encrypted, and no passphrase is given")
             given = passphrase()
             secret = given.encode() if isinstance(given, str) else given
         try:
             key = serialization.load_pem_private_key(data, secret)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             reason = "wrong passphrase, or damaged" if secret is not None else _first_line(error)
-            raise UsageError(f"{name}: not a private key in PEM: {reason}") from None
+            raise UsageError(f"{quote(name)}: not a private key in PEM: {reason}") from None
         _curve(key, name)
         return cls(PublicKey._of(key.public_key(), name), key)  # noqa: SLF001 - its own module
 
@@ -144,7 +146,9 @@ def _curve(key: Any, name: str) -> str:
     curve = getattr(getattr(key, "curve", None), "name", "")
     if curve not in _CURVES:
         found = f"curve {curve}" if curve else "no elliptic curve"
-        raise UsageError(f"{name}: the key has {found}; P-256, P-384 and P-521 are supported")
+        raise UsageError(
+            f"{quote(name)}: the key has {found}; P-256, P-384 and P-521 are supported"
+        )
     return str(curve)
 
 

@@ -129,7 +129,7 @@ def sign_model(
     except InvalidManifest as error:
         raise error.at(quote(store.manifest_path(reference))) from None
     path = local_path(key, "source")
-    private = PrivateKey.from_pem(read_key(path), quote(path), passphrase)
+    private = PrivateKey.from_pem(read_key(path), str(path), passphrase)
     try:
         if target is not None or has_folder(manifest):
             digests = folder_digests(store, manifest, layout, jobs, progress)

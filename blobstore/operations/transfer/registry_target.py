@@ -129,7 +129,7 @@ def open_registry(
     key = None
     if options.sign_key is not None:
         text = read_key(local_path(options.sign_key, "source"))
-        key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
+        key = PrivateKey.from_pem(text, str(options.sign_key), options.passphrase)
 
     def plan_of(model: Reference, hashing: Hashing) -> RemotePlan:
         return plan_for_registry(store, model, options.layout, options.max_layers, hashing)

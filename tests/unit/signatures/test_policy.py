@@ -168,6 +168,7 @@ RULE = '[[rules]]\nmatch = "*"\naction = "enforce"\n'
         "version = 1\nrules = [1]",
         "version = 1\n[keys]\na = 1",
         "version = 1\n[keys]\na = 'private.pub'",
+        'version = 1\n[keys]\n"\\u001b" = "private.pub"',
         "version = 1\n[keys]\na = '-----BEGIN PUBLIC KEY-----'",
         f"version = 1\n{RULE}",
         f"version = 1\n{RULE}keys = []",
