@@ -24,7 +24,7 @@ from blobstore.errors import (
     UnsupportedSource,
     UsageError,
 )
-from blobstore.manifests.file_names import check_paths, is_valid_name
+from blobstore.manifests.file_names import MAX_DEPTH, check_paths, is_valid_name
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.safetensors.header import encode_file_header, in_file_order
 from blobstore.sources.base import SourceFile
@@ -80,8 +80,8 @@ class MemorySource:
                 )
             if not is_valid_name(name):
                 raise UsageError(
-                    f"a store cannot hold a file {quote(name)}: names have only letters, digits, '_', '.' "
-                    "and '-', and at most one folder"
+                    f"a store cannot hold a file {quote(name)}: names have at most {MAX_DEPTH} parts of letters, "
+                    "digits, '_', '.' and '-'"
                 )
             if len(content) > MAX_SMALL_FILE:
                 raise UsageError(f"file {quote(name)} is over {MAX_SMALL_FILE >> 20} MiB")

@@ -27,6 +27,14 @@ def test_records_the_file_that_the_library_would_write() -> None:
     assert [kept.name for kept in opened.files] == ["a", "b"]
 
 
+def test_a_name_that_a_store_cannot_hold_is_refused() -> None:
+    tensors = {TensorSpec("x", DType.U8, (1,)): partial(bytes, 1)}
+    MemorySource(tensors, {}, {"a/b/c.json": b""})
+    for name in ("a/b/c/d.json", "a b"):
+        with pytest.raises(UsageError, match=f"a file '{name}': names have at most 3 parts of"):
+            MemorySource(tensors, {}, {name: b""})
+
+
 def test_other_processes_cannot_open_it() -> None:
     with pytest.raises(UsageError, match="only by threads"):
         _ = source().reopen
