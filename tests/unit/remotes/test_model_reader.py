@@ -54,13 +54,13 @@ def test_a_request_to_stop_ends_the_requests_for_headers(
 
 
 @pytest.mark.slow
-@given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
+@given(st.binary(max_size=300), st.integers(0, 2**64 - 1))
 @settings(max_examples=samples(1000), deadline=None)
 def test_packed_headers_of_any_bytes_give_none_that_are_longer_than_these(
     data: bytes, length: int
 ) -> None:
     wanted = [Digest.of(b"a"), Digest.of(b"b")]
-    entry = bytes.fromhex(wanted[0].hex) + struct.pack("<I", length)
+    entry = bytes.fromhex(wanted[0].hex) + struct.pack("<Q", length)
     for packed in (data, entry + data, data + entry):
         assert unpack_headers(packed, wanted) == {}  # without the checksum
         found = unpack_headers(hashlib.sha256(packed).digest() + packed, wanted)

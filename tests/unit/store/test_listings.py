@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from blobstore.core.files import FileVersion
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store import listings, scan
 from blobstore.store.catalog import read_catalog
-from blobstore.store.listings import Listings
+from blobstore.store.listings import Listings, is_settled
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 
@@ -94,6 +95,16 @@ def test_only_folders_that_were_asked_for_are_kept(tmp_path: Path) -> None:
     assert again.tables() == known.tables()
     again.folders_and_files(str(tmp_path / "b"))
     assert again.tables()[1] == os.fsencode(f"{tmp_path}/b\0file")
+
+
+def test_what_may_change_again_without_a_new_version_is_not_settled() -> None:
+    old = time.time_ns() - 10**12
+    version = FileVersion(1, 2, 3, old, old)
+    assert is_settled(version)
+    assert not is_settled(version, margin=10**18)
+    later = old + 10**15
+    assert not is_settled(version._replace(modified=later))
+    assert not is_settled(version._replace(changed=later))
 
 
 @pytest.mark.parametrize("tables", [(b"", b"\xff\0"), (bytes(80), b"one"), (bytes(40), b"")])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -66,5 +67,22 @@ def test_ambiguous_digests_are_refused(store: LocalStore) -> None:
     start = Digest.of(data).hex[:8]
 
     assert select_references(store, [start]) == [A]
+    only = Digest.of(store.read_manifest(B)).hex[:8]
+    assert select_references(store, [only], needs_name=True) == [B]
     with pytest.raises(UsageError, match="is the ID of several names: 'a:latest', 'c:latest'"):
         select_references(store, [start], needs_name=True)
+
+
+def test_a_start_of_several_digests_is_refused(store: LocalStore) -> None:
+    found: dict[str, bytes] = {}
+    for number in count():
+        data = b"%d" % number
+        start = Digest.of(data).hex[:4]
+        if start in found:
+            break
+        found[start] = data
+    for name, content in (("c", data), ("d", found[start])):
+        store.manifest_path(name).parent.mkdir()
+        store.manifest_path(name).write_bytes(content)
+    with pytest.raises(UsageError, match="is the start of several IDs: 'c:latest', 'd:latest'"):
+        select_references(store, [start])
