@@ -1,8 +1,8 @@
 """The requests of all commands to object storage: what each needs, and what its answers mean.
 
 A command ends if a request fails whose answer it needs. What only spares bytes or adds to a result is a hint:
-without it, the command goes on. Without the right to list, a user gets
-a denial for an absent object. So commands that can go on without the object do so after a denial, too.
+without it, the command goes on. Without the right to list, a user gets a denial for an absent object. So
+commands that can go on without the object do so after a denial, too.
 
 Any status of 2xx is success. obstore repeats requests that are answered with 429 or 5xx, or not at all.
 """
@@ -92,14 +92,13 @@ READ_COLD_INDEX: Final = Request("s3:GetObject", _HINT)
 """The compressed forms of the blobs of a model."""
 READ_SIGNATURE: Final = Request("s3:GetObject", _NEEDED)
 LIST_SIGNATURES: Final = Request("s3:ListBucket", _NEEDED)
-"""Hints too. A policy that requires signatures refuses the model, and says why they could not be read."""
+"""Commands go on without signatures. A policy that requires them refuses the model, and says why they are missing."""
 LOOK_FOR_BLOB: Final = Request("s3:GetObject", _HINT)
 """Whether a blob needs to be sent."""
 LOOK_FOR_COLLECTION: Final = Request("s3:GetObject", _UNLESS_DENIED)
 """The note of a collection of garbage. The push that asks has read its own lease, so it sees what is there."""
 LIST: Final = Request("s3:ListBucket", frozenset())
 """The names for ``list``; blobs, leases and names for ``gc``."""
-
 LOOK_FOR_STORE: Final = Request("s3:ListBucket", _HINT)
 """Whether there is a store under a prefix: a new one may lie within another."""
 

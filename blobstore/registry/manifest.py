@@ -1,7 +1,7 @@
 """Manifests as registries return them: exact bytes, with their media type and digest.
 
-Three forms are read: OCI image manifests, OCI image indexes, and their Docker counterparts. Unknown fields
-are ignored, as the OCI specification asks; the known ones are checked strictly.
+OCI image manifests and indexes are read, and their Docker counterparts. Unknown fields are ignored, as the OCI
+specification asks; the known ones are checked strictly.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ error. A hint only saves work. If it is refused or fails, the command continues 
 405 and 500 where the specification says 404.
 
 Statuses of neither kind are judged by :func:`blobstore.http.protocol.failure`: some are tried again
-(:data:`~blobstore.http.rules.TRANSIENT`), all others are final. ``push`` and ``Upload`` fall back after some refusals;
-:func:`is_gone` and :func:`names_missing_blobs` say which.
+(:data:`~blobstore.http.rules.TRANSIENT`), all others are final. The functions say after which refusals a command does
+something else.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.registry.layouts.attached import referrer
+from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.cold_layers import COLD, ColdLayer, base_of
 from blobstore.remotes.referrers import send_referrers
 from blobstore.store.cold import ColdBlob
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.store.local import LocalStore
 
-_MAX_LAYERS: Final = 400
-"""Layers per manifest; more than some registries accept."""
 _READ: Final = 1 << 20
 
 
@@ -178,4 +177,4 @@ def send_cold_manifests(
 def cold_lists(layers: Iterable[ColdLayer]) -> list[list[dict[str, Any]]]:
     """Return the entries of cold layers, in lists of which each fits into a manifest."""
     ordered = [layer.to_json() for layer in sorted(layers, key=lambda layer: layer.blob.digest.hex)]
-    return [ordered[begin : begin + _MAX_LAYERS] for begin in range(0, len(ordered), _MAX_LAYERS)]
+    return [ordered[begin : begin + MAX_LAYERS] for begin in range(0, len(ordered), MAX_LAYERS)]
