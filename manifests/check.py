@@ -30,13 +30,13 @@ def check_layers(manifest: bytes, config: bytes) -> bool:
     """Check that the file ``manifest`` is what was written with ``config``, to the last bit.
 
     The line feed at its end may be missing: some versions of Ollama write none when they pull a
-    model. Configs that say nothing of the layers, such as Ollama's own, are content with any.
+    model. Configs that say nothing of the layers, such as Ollama's own, fit any manifest.
 
     Returns:
         Whether the config says something of the layers.
 
     Raises:
-        InvalidManifest: it is not.
+        InvalidManifest: the file was changed.
     """
     promised = promise(config)
     if promised is None:

@@ -23,8 +23,6 @@ _PLAIN = re.compile(
 
 _MAX_DESCRIPTORS = 50_000
 """Descriptors that are kept while manifests are read, because the next one may have them in common."""
-
-
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -64,7 +62,7 @@ class Descriptor(NamedTuple):
         media_type: Any = value.get("mediaType")
         spelled: Any = value.get("digest")
         name, from_ = value.get("name", ""), value.get("from", "")
-        # At once, for a model has thousands; which of them it is, is asked again below.
+        # One test for all fields, because a model has thousands of descriptors. The loop finds the wrong field.
         if not type(media_type) is type(spelled) is type(name) is type(from_) is str:
             for key, default in (("mediaType", None), ("digest", None), ("name", ""), ("from", "")):
                 text_field(value, key, default)
@@ -90,8 +88,8 @@ class Descriptor(NamedTuple):
 class PlainDescriptors(dict[str, Descriptor]):
     """Descriptors of the plain form, by the text between their braces. Each text is parsed once.
 
-    That is the form of :meth:`Descriptor.to_json` written without spaces, but for an origin,
-    unknown fields, escapes, and sizes near the limit. Other texts raise ValueError.
+    That is the form of :meth:`Descriptor.to_json` written without spaces, except with an origin,
+    unknown fields, escapes, or sizes near the limit. Other texts raise ValueError.
     """
 
     def __missing__(self, text: str) -> Descriptor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RECORD_FILE: Final = "training_state.json"
 METRICS_FILE: Final = "metrics.json"
 STATE: Final = ".state"
-"""What the tag of the name ends with that has all of a step."""
+"""The end of the tag of the name that has all of a step."""
 _VERSION: Final = 1
 _MAX_KEYS: Final = 100
 """Keys that lead to a value: more would be a state that no program can load."""

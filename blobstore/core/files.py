@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     """Opens a regular file as :func:`open_regular`."""
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""With which files of strangers are opened: a pipe must not make a program wait."""
+"""Flags that open files of strangers: a pipe must not make a program wait."""
 _OWN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _FOLIO = 1 << 20
 _ROOT_USER = 0

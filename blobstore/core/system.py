@@ -105,9 +105,9 @@ def direct_flag() -> int:
 
 
 def is_in_page_cache(descriptor: int, offset: int, count: int) -> bool:
-    """Return whether a range is probably in the page cache; only its ends are checked.
+    """Return whether a range is probably in the page cache; true if the system does not say.
 
-    Also if the system or the file system does not say.
+    Only its ends are checked.
     """
     if not count or not hasattr(os, "RWF_NOWAIT"):
         return True

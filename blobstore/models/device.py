@@ -93,9 +93,8 @@ def transfer(
 
     A tensor may be used at once on the stream that is current when it is yielded. That must be the
     same stream for all tensors. By then, the tensors after it are on their way, as many as the
-    buffers hold. When an error is raised or the
-    generator is closed, no copy is in progress any more, and tensors that were not yielded are
-    freed.
+    buffers hold. When an error is raised or the generator is closed, no copy is in progress any
+    more, and tensors that were not yielded are freed.
 
     Args:
         tensors: the tensors to copy.

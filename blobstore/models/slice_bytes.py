@@ -52,9 +52,8 @@ def view_slice(
     contiguous or ``has_views`` is true.
     """
     if has_views and spec.dtype.bits >= _BYTE:
-        return convert(memory, offset, spec)[
-            (*part.array_index, ...)
-        ]  # without ..., numpy gives scalars
+        # Without the ellipsis, numpy gives scalars.
+        return convert(memory, offset, spec)[(*part.array_index, ...)]
     runs, part_spec = byte_runs(spec, part), TensorSpec(spec.name, spec.dtype, part.shape)
     if not runs.repeats:
         return convert(memory, offset + runs.begin, part_spec)

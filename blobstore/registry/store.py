@@ -181,7 +181,7 @@ def list_tags(
 ) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the models in a repository, by their tags in order, with the digests of their manifests.
 
-    Only those are asked for and returned that are chosen by their addresses, which have no scheme.
+    ``is_chosen`` gets the address of each without its scheme; the digests of others are not asked for.
 
     If the registry has no such repository, those of all repositories below it are returned, as far as it
     lists them. An address that ends with a slash stands for these alone, and that of a registry,

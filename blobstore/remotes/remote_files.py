@@ -199,7 +199,7 @@ class _Bucket:
         if is_store or not listed:
             found, advice = "has no files, or does not exist", "check the address"
             if is_store:
-                found = "is a store, no folder of files"
+                found = "is a store, and not a folder of files"
                 advice = "'blobstore pull' fetches a model of a store"
             raise SourceNotFound(f"{quote(self.address)} {found}", advice=advice)
         self.files = {name: file for name, file in listed.items() if is_safe_name(name)}

@@ -70,7 +70,7 @@ class GgufShard(FileShard):
             if kept > _MAX_TAIL:
                 raise UnsupportedSource(
                     f"{quote(self.path)}: more than {_MAX_TAIL >> 20} MiB between its tensors, up to byte "
-                    f"{end}, are no zeros, and cannot be kept"
+                    f"{end}, are not zeros, and cannot be kept"
                 )
         return tuple(found)
 

@@ -156,9 +156,8 @@ class ZeroFolder(AssembledFolder):
         if not models:
             raise DamagedSource(f"{label} has no *_model_states.pt file")
         for files in (models, optimizers):
-            if (missing := next(rank for rank in itertools.count() if rank not in files)) < len(
-                files
-            ):
+            missing = next(rank for rank in itertools.count() if rank not in files)
+            if missing < len(files):
                 raise DamagedSource(
                     f"{label} has files of {len(files)} processes, but not "
                     f"{quote(_name_of(missing, files))}; copy the files of all processes"
