@@ -224,7 +224,8 @@ def _create_all(
     *,
     dry_run: bool,
 ) -> None:
-    from blobstore.operations.create.create_all import create_all, loose_files
+    from blobstore.operations.create.create_all import create_all
+    from blobstore.operations.create.find_models import loose_files
 
     loose = loose_files(folder)
     if loose:

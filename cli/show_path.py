@@ -94,7 +94,7 @@ def show_archive(path: str, patterns: Sequence[str], out: Output, store: LocalSt
 
 
 def _show_models(path: str, patterns: Sequence[str], out: Output) -> None:
-    from blobstore.operations.create.create_all import find_models
+    from blobstore.operations.create.find_models import find_models
 
     models = find_models(path)
     chosen = _selected([model.name for model in models], patterns, "the folder")

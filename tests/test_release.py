@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.archives import format as archives
+from blobstore.archives import table as archives
 from blobstore.compression import quant_rule, scaled_rules, table
 from blobstore.gguf import header
 from blobstore.manifests import lock_file, media_types

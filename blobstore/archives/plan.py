@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.archives.format import ArchivedModel
+from blobstore.archives.table import ArchivedModel
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
 from blobstore.cold_blobs.chains import Chains
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder

@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from blobstore.archives.format import ArchivedModel, ArchiveTable, Kind
+from blobstore.archives.table import ArchivedModel, ArchiveTable, Kind
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.arguments import local_path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder
 from blobstore.cold_blobs.gguf_parents import ParentFinder
-from blobstore.cold_blobs.relatives import Relatives
+from blobstore.cold_blobs.searched_models import SearchedModels
 from blobstore.errors import ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.step_record import is_state, state_of, step_of
@@ -88,11 +88,11 @@ def plan_freeze(
     plan = FreezePlan(ReachableBlobs(store, lists_all=False))
     # Before models are read: a manifest that is replaced from now on does not count as frozen.
     plan.reachable.update()
-    relatives = Relatives(store, plan.reachable)
+    searched = SearchedModels(store, plan.reachable)
     if base is not None:
         store.resolve(base)
     chosen: dict[Reference, Manifest] = {}
-    for reference in named or relatives.states:
+    for reference in named or searched.states:
         try:
             chosen[reference] = store.resolve(reference)
         except ModelNotFound:
@@ -101,7 +101,7 @@ def plan_freeze(
             continue  # removed since the names were listed
     _choose_models(store, plan, chosen, older_than, is_named=bool(named))
     if base is not None or find_base:
-        _choose_bases(store, plan, chosen, relatives, estimator, base, report, chains=chains)
+        _choose_bases(store, plan, chosen, searched, estimator, base, report, chains=chains)
     return plan
 
 
@@ -142,7 +142,7 @@ def _choose_bases(
     store: LocalStore,
     plan: FreezePlan,
     chosen: Mapping[Reference, Manifest],
-    relatives: Relatives,
+    searched: SearchedModels,
     estimator: SizeEstimator,
     base: Reference | None,
     report: Callable[[str], object],
@@ -158,7 +158,7 @@ def _choose_bases(
 
     if base is not None:
         chosen = {**chosen, base: store.parse(base)[1]}
-    manifests = relatives.find(chosen, is_useful, with_similar=base is None)
+    manifests = searched.find(chosen, is_useful, with_similar=base is None)
     layers = {reference: tensor_layers(manifest) for reference, manifest in manifests.items()}
     hot = [
         reference
@@ -167,15 +167,15 @@ def _choose_bases(
     ]
     if base is None:
         excluded = () if chains else deltas
-        uses = relatives.uses(layer for found in layers.values() for layer in found.values())
+        uses = searched.uses(layer for found in layers.values() for layer in found.values())
         # A state has its model's base, because they share blobs, and moments say little about which to choose.
         states = {
             name
             for name in manifests
             if is_state(name) and step_of(name) in (chosen if name in chosen else manifests)
         }
-        searched = {name: one for name, one in manifests.items() if name not in states}
-        finder_of_bases = BaseFinder(store, searched, excluded, report, uses)
+        models = {name: one for name, one in manifests.items() if name not in states}
+        finder_of_bases = BaseFinder(store, models, excluded, report, uses)
         plan.bases = finder_of_bases.find_bases([name for name in hot if name not in states])
         for state in states.intersection(hot):
             if found := plan.bases.get(step_of(state)):

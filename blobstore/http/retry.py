@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Generator, Iterator
 
+HINT_ATTEMPTS: Final = 3
+"""The most attempts for a request whose answer only saves work."""
 _ADVANCE: Final = 2**20
 """Bytes after which earlier failures no longer count."""
 

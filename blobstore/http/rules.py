@@ -1,6 +1,6 @@
 """Rules for responses: whether a request is needed, which statuses answer it, and which are temporary.
 
-Each protocol has a table of its requests, as ``registry/request_rules`` is that of registries.
+Each protocol has a table of its requests, as ``registry/response_rules`` is that of registries.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 
 TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a request is sent again."""
-HINT_ATTEMPTS: Final = 3
-"""The most attempts for a hint, whose answer only saves work."""
 KEEPS_METHOD: Final = frozenset({HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT})
 """Redirects that a request with a body follows, within the registry."""
 ERROR_CODES: Final = frozenset(

@@ -31,8 +31,8 @@ from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRef
 from blobstore.http import protocol
 from blobstore.http.certificates import certificates_in_use, speaks_tls, tls_context
 from blobstore.http.protocol import Login, Reply, Request, TransientError
-from blobstore.http.retry import Patience, Retry
-from blobstore.http.rules import HINT_ATTEMPTS, KEEPS_METHOD
+from blobstore.http.retry import HINT_ATTEMPTS, Patience, Retry
+from blobstore.http.rules import KEEPS_METHOD
 from blobstore.http.tokens import Authorizer
 
 if TYPE_CHECKING:

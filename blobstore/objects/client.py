@@ -1,7 +1,7 @@
 """Requests to object storage, by the library obstore, with errors of :mod:`blobstore.errors`.
 
 Credentials, regions and endpoints come from where the tools of each provider look for them; for S3,
-:mod:`blobstore.objects.aws` finds them. :mod:`blobstore.objects.request_rules` lists the requests, and what their
+:mod:`blobstore.objects.aws` finds them. :mod:`blobstore.objects.response_rules` lists the requests, and what their
 answers mean. Every call of obstore goes through :func:`_guarded`.
 """
 
@@ -21,7 +21,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import Conflict, RemoteError
 from blobstore.objects.aws import Settings, find_settings
 from blobstore.objects.failures import Failure
-from blobstore.objects.request_rules import (
+from blobstore.objects.response_rules import (
     CONNECT,
     DELETE,
     LIST,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.objects.address import StoreAddress
-    from blobstore.objects.request_rules import Request
+    from blobstore.objects.response_rules import Request
 
 CHUNK: Final = 16 * 2**20
 """Bytes of a part of a large upload."""
@@ -106,7 +106,7 @@ class ObjectPiece(NamedTuple):
 class ObjectClient:
     """The objects below one prefix of a bucket. Any number of threads may use it.
 
-    If a request fails whose answer counts as absence (:class:`~blobstore.objects.request_rules.Request`), methods
+    If a request fails whose answer counts as absence (:class:`~blobstore.objects.response_rules.Request`), methods
     return None or nothing, and raise RemoteError otherwise.
     """
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
-from blobstore.objects.request_rules import CODES, STATUSES, Answer, Request
+from blobstore.objects.response_rules import CODES, STATUSES, Answer, Request
 
 _STATUS = re.compile(
     r"status code: (\d{3})[^:]*(?::.*?<Code>([A-Za-z0-9._-]{1,60})</Code>)?", re.DOTALL

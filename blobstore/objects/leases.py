@@ -24,7 +24,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.system import seconds_since_start
 from blobstore.errors import Conflict, RemoteError, StoreBusy
-from blobstore.objects.request_rules import LOOK_FOR_COLLECTION
+from blobstore.objects.response_rules import LOOK_FOR_COLLECTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

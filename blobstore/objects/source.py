@@ -12,7 +12,7 @@ from blobstore.core.workers import Cancelled
 from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import model_addresses
-from blobstore.objects.request_rules import READ_COLD_INDEX, READ_HEADERS
+from blobstore.objects.response_rules import READ_COLD_INDEX, READ_HEADERS
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 
 if TYPE_CHECKING:

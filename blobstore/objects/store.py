@@ -27,7 +27,7 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
-from blobstore.objects.request_rules import (
+from blobstore.objects.response_rules import (
     LIST_SIGNATURES,
     LOOK_FOR_BLOB,
     LOOK_FOR_STORE,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.objects.request_rules import Request
+    from blobstore.objects.response_rules import Request
 
 PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""

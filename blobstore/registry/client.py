@@ -26,7 +26,7 @@ from blobstore.errors import (
 from blobstore.http import protocol
 from blobstore.http.protocol import Reply, Request
 from blobstore.http.retry import Patience
-from blobstore.registry import request_rules, upload
+from blobstore.registry import response_rules, upload
 from blobstore.registry.credentials import Credentials, LoginFiles
 from blobstore.registry.manifest import (
     ACCEPTED,
@@ -139,7 +139,7 @@ class RegistryClient:
         """
         what = f"login at {quote(self.host)}"
         url = f"{self._transport.base}/v2/"
-        self._transport.fetch(Request(what=what, method="GET", url=url, rule=request_rules.BASE))
+        self._transport.fetch(Request(what=what, method="GET", url=url, rule=response_rules.BASE))
         return self._transport.has_login()
 
     def get_manifest(self, repository: str, reference: str) -> RemoteManifest:
@@ -151,7 +151,7 @@ class RegistryClient:
             BlobDamaged: it has another digest.
             RemoteError: the registry cannot be reached, or fails.
         """
-        request = self._manifest_request("GET", repository, reference, request_rules.MANIFEST)
+        request = self._manifest_request("GET", repository, reference, response_rules.MANIFEST)
         reply = self._transport.ask(request, MAX_SIZE)
         if reply is None:
             start = self._transport.base
@@ -183,7 +183,7 @@ class RegistryClient:
             RemoteError: the registry cannot be reached.
         """
         reply = self._transport.ask(
-            self._manifest_request("HEAD", repository, reference, request_rules.MANIFEST_LOOK)
+            self._manifest_request("HEAD", repository, reference, response_rules.MANIFEST_LOOK)
         )
         if reply is None:
             return None
@@ -201,7 +201,7 @@ class RegistryClient:
 
         Raises ModelNotFound if there is no such tag, and RemoteError.
         """
-        request = self._manifest_request("HEAD", repository, tag, request_rules.MANIFEST_WATCH)
+        request = self._manifest_request("HEAD", repository, tag, response_rules.MANIFEST_WATCH)
         if known is not None:
             condition = {"if-none-match": f'"{known}"', "prefer": f"wait={wait}"}
             headers = {**request.headers, **condition}
@@ -241,7 +241,7 @@ class RegistryClient:
             what=f"push of manifest {quote(f'{repository}:{reference}')}",
             method="PUT",
             url=f"{self._url(repository)}/manifests/{reference}",
-            rule=request_rules.MANIFEST_PUT,
+            rule=response_rules.MANIFEST_PUT,
             headers={"content-type": manifest.media_type},
             body=lambda: (manifest.data,),
             size=len(manifest.data),
@@ -250,7 +250,7 @@ class RegistryClient:
         try:
             reply = self._transport.fetch(request)
         except RemoteRefused as error:
-            if send_missing is None or not request_rules.names_missing_blobs(error):
+            if send_missing is None or not response_rules.names_missing_blobs(error):
                 raise
             send_missing(error.digests)
             reply = self._transport.fetch(request)
@@ -268,12 +268,12 @@ class RegistryClient:
             RemoteError: the registry cannot be reached, or fails.
         """
         request = self._manifest_request(
-            "DELETE", repository, reference, request_rules.MANIFEST_DELETE, _DELETE
+            "DELETE", repository, reference, response_rules.MANIFEST_DELETE, _DELETE
         )
         try:
             reply = self._transport.ask(request)
         except RemoteRefused as error:
-            if not request_rules.refuses_deletion(error):
+            if not response_rules.refuses_deletion(error):
                 raise
             address = f"oci://{self.host}/{repository}@DIGEST"
             by_digest = f"{cli_command('rm', address)} removes a manifest"
@@ -296,7 +296,7 @@ class RegistryClient:
         Raises:
             RemoteError: the registry cannot be reached, or fails.
         """
-        rule = request_rules.BLOB_LOOK if for_upload else request_rules.BLOB_SIZE
+        rule = response_rules.BLOB_LOOK if for_upload else response_rules.BLOB_SIZE
         request = self._blob_request("HEAD", repository, digest, rule)
         reply = self._transport.ask(request)
         if reply is None:
@@ -338,7 +338,7 @@ class RegistryClient:
                 what=f"mount of blob {digest.short}",
                 method="POST",
                 url=f"{self._url(repository)}/blobs/uploads/?mount={digest}&from={source}",
-                rule=request_rules.MOUNT,
+                rule=response_rules.MOUNT,
                 body=lambda: (),
                 scopes=_scopes(repository, _PUSH) | _scopes(source, _PULL),
             )
@@ -386,7 +386,9 @@ class RegistryClient:
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
         budget = Budget(limits.TAGS, what)
-        for reply in self._pages(_scopes(repository, _PULL), what, url, request_rules.TAGS, budget):
+        for reply in self._pages(
+            _scopes(repository, _PULL), what, url, response_rules.TAGS, budget
+        ):
             if reply is None:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             # Tags become parts of URLs.
@@ -403,7 +405,7 @@ class RegistryClient:
         url = f"{self._transport.base}/v2/_catalog?n={_PAGE}"
         budget = Budget(limits.TAGS, what)
         scopes = frozenset({protocol.REPOSITORIES_SCOPE})
-        for reply in self._pages(scopes, what, url, request_rules.REPOSITORIES, budget):
+        for reply in self._pages(scopes, what, url, response_rules.REPOSITORIES, budget):
             if reply is None:
                 raise NotFound(f"{what}: the registry does not list them")
             yield from _listed(reply, "repositories", is_repository, budget, what)
@@ -427,7 +429,7 @@ class RegistryClient:
         found: list[RemoteDescriptor] = []
         budget = Budget(limits.REFERRERS, what)
         scopes = _scopes(repository, _PULL)
-        for reply in self._pages(scopes, what, url, request_rules.REFERRERS, budget, on_error):
+        for reply in self._pages(scopes, what, url, response_rules.REFERRERS, budget, on_error):
             if reply is None:
                 break
             try:
@@ -483,9 +485,9 @@ class RegistryClient:
         """Yield bytes of a blob from one response."""
         is_whole = begin == 0 and end == size
         headers = {} if is_whole else {"range": protocol.range_of(begin, end)}
-        request = self._blob_request("GET", repository, digest, request_rules.BLOB, headers)
+        request = self._blob_request("GET", repository, digest, response_rules.BLOB, headers)
         with self._transport.send(request) as response:
-            if response.status_code in request_rules.BLOB.absent:
+            if response.status_code in response_rules.BLOB.absent:
                 raise BlobMissing(f"{request.what}: the registry does not have it")
             yield from self._transport.span(request, response, begin, end, size)
 

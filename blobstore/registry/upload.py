@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
 from blobstore.http import protocol
 from blobstore.http.protocol import Reply, Request, TransientError
-from blobstore.registry import request_rules
+from blobstore.registry import response_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,7 +107,7 @@ class Upload:
                         return resumed
                 if session is None:
                     begun = self._request(
-                        "POST", f"{self._blobs}/uploads/", request_rules.UPLOAD_START
+                        "POST", f"{self._blobs}/uploads/", response_rules.UPLOAD_START
                     )
                     session = UploadSession(self._location(begun), 0)
                 # A refusal from now on may be due to bytes that the server has lost.
@@ -136,7 +136,7 @@ class Upload:
 
     def _begin_again(self, error: RemoteRefused, *, is_resumed: bool) -> None:
         """Choose how to go on after a refusal, or raise it."""
-        if request_rules.is_gone(error) and self._restarts:
+        if response_rules.is_gone(error) and self._restarts:
             # A server that forgets each upload after some parts makes progress for ever.
             self._restarts -= 1
             raise TransientError(error.message, status=error.status, code=error.code) from error
@@ -151,9 +151,9 @@ class Upload:
         try:
             # The address was noted when the registry may have had another one.
             url = protocol.resolve_upload(session.url, self._transport.base)
-            reply = self._request("GET", url, request_rules.UPLOAD_STATUS)
+            reply = self._request("GET", url, response_rules.UPLOAD_STATUS)
             offset = protocol.bytes_received(reply.headers.get("range"))
-            if not 0 < offset <= self._size or reply.status in request_rules.UPLOAD_STATUS.absent:
+            if not 0 < offset <= self._size or reply.status in response_rules.UPLOAD_STATUS.absent:
                 return None
             location = reply.headers.get("location")
             new = protocol.resolve_upload(location, url) if location else url
@@ -169,7 +169,7 @@ class Upload:
             what=self._what,
             method="HEAD",
             url=f"{self._blobs}/{self._digest}",
-            rule=request_rules.BLOB_LOOK,
+            rule=response_rules.BLOB_LOOK,
             scopes=self._scopes,
         )
         return self._transport.ask(request) is not None
@@ -179,7 +179,7 @@ class Upload:
         reply = self._request(
             "PATCH",
             session.url,
-            request_rules.UPLOAD_PART,
+            response_rules.UPLOAD_PART,
             body=(session.offset, length),
         )
         # The header may be missing; then all bytes count as received.
@@ -193,7 +193,7 @@ class Upload:
         self._request(
             "PUT",
             protocol.with_query(session.url, f"digest={self._digest}"),
-            request_rules.UPLOAD_END,
+            response_rules.UPLOAD_END,
             body=(session.offset, self._size - session.offset),
         )
 

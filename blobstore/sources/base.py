@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.sources.versions import SourceVersions
 
-KEPT_FILES = (
-    # Configs, labels and code, which is never executed.
-    *("*.json", "*.jinja", "*.txt", "*.txt.gz", "*.py", "*.csv", "*.tsv"),
-    *("*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.conf"),
-    # Tokenizers.
-    *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
-    # Voices of text-to-speech models, without which they do not load.
-    *("spk_dict.pt", "spk2info.pt", "speakers*.pt", "speakers*.pth"),
-    # Texts for people.
-    *("*.md", "*.rst", "*.cff", "LICENSE*", "LICENCE*", "License*", "Licence*", "COPYING*"),
-    *("COPYRIGHT*", "NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
-)
-"""Patterns of the small files that runtimes or users need."""
 COMPLETE: Final = "download the complete model"
 """What to do with most sources that are damaged."""
 
@@ -66,7 +53,7 @@ class SourceOptions:
     exclude: tuple[str, ...] = ()
     """Patterns of files to treat as if they did not exist, by their names relative to the folder."""
     keep: tuple[str, ...] = ()
-    """Patterns of files to store as they are, besides those in :data:`KEPT_FILES`."""
+    """Patterns of files to store as they are, besides those that are always kept."""
 
 
 DEFAULT_OPTIONS = SourceOptions()

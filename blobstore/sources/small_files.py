@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.escape import join_some, shell_word
 from blobstore.core.globs import any_glob_matches
 from blobstore.manifests.file_names import is_valid_name
-from blobstore.sources.base import KEPT_FILES, SourceFile
+from blobstore.sources.base import SourceFile
 from blobstore.sources.file_tree import joined
 from blobstore.sources.parts import check_finished
 
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 
     from blobstore.sources.file_tree import FileTree
 
+KEPT_FILES = (
+    # Configs, labels and code, which is never executed.
+    *("*.json", "*.jinja", "*.txt", "*.txt.gz", "*.py", "*.csv", "*.tsv"),
+    *("*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.conf"),
+    # Tokenizers.
+    *("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
+    # Voices of text-to-speech models, without which they do not load.
+    *("spk_dict.pt", "spk2info.pt", "speakers*.pt", "speakers*.pth"),
+    # Texts for people.
+    *("*.md", "*.rst", "*.cff", "LICENSE*", "LICENCE*", "License*", "Licence*", "COPYING*"),
+    *("COPYRIGHT*", "NOTICE*", "*POLICY*", "README*", "AUTHORS*", "Modelfile*"),
+)
+"""Patterns of the small files that runtimes or users need."""
 MAX_SMALL_FILE = 64 * 2**20
 _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
 _OF_PROGRAMS = (

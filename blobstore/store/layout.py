@@ -82,7 +82,7 @@ class Layout:
         self.arrivals = root / ".blobstore" / "arrivals"
         """Files that `serve` is fetching from an upstream."""
         self.downloads = root / ".blobstore" / "downloads"
-        """Files that are being imported from elsewhere; see :mod:`blobstore.store.downloads`."""
+        """Files that are being imported from elsewhere; see :mod:`blobstore.store.download_folders`."""
         self.claims = root / ".blobstore" / "claims"
         """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from blobstore.archives.format import PREFIX, Kind, Member
+from blobstore.archives.table import PREFIX, Kind, Member
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.table import PREFIX as COLD_PREFIX

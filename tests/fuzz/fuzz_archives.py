@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.archives import reader as archives
-    from blobstore.archives.format import PREFIX
     from blobstore.archives.reader import ArchiveReader, open_archive
+    from blobstore.archives.table import PREFIX
     from blobstore.core.digest import Digest
     from blobstore.errors import ArchiveDamaged
 

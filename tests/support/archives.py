@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from blobstore.archives.format import PREFIX, ArchiveTable, Kind, Member
+from blobstore.archives.table import PREFIX, ArchiveTable, Kind, Member
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.archives.format import Kind
 from blobstore.archives.reader import open_archive
+from blobstore.archives.table import Kind
 from blobstore.core.digest import Digest
 from blobstore.operations.sign.report import check_unkept
 from blobstore.operations.sign.require_trust import policy_keys

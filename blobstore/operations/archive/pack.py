@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.archives.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.archives.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.archives.plan import plan_members, read_models
+from blobstore.archives.table import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.cold_blobs.batches import BlobProgress
 from blobstore.cold_blobs.blob_encoder import (
     BlobEncoder,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from blobstore.archives.format import ArchivedModel
     from blobstore.archives.plan import PlannedMember
+    from blobstore.archives.table import ArchivedModel
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from blobstore.archives.format import Kind, check_case
 from blobstore.archives.reader import label_blobs, open_archive
+from blobstore.archives.table import Kind, check_case
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from blobstore.archives.format import ArchivedModel
     from blobstore.archives.reader import ArchiveReader
+    from blobstore.archives.table import ArchivedModel
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
     from blobstore.store.ingest import Ingest, Ingested

@@ -43,7 +43,7 @@ from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.hub import with_quantization
 from blobstore.store.catalog import read_catalog
-from blobstore.store.downloads import Downloads, is_full
+from blobstore.store.download_folders import Downloads, is_full
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import ABSENT, NameUpdate
@@ -261,7 +261,7 @@ def opened_with(
         stack.enter_context(downloads.named())
         if is_elsewhere(source):
             # The clients of servers take a while to import.
-            from blobstore.remotes.remote_files import opened_remote
+            from blobstore.remotes.download_files import opened_remote
 
             opened = opened_remote(source, options, downloads, sha256, progress)
             yield stack.enter_context(opened)

@@ -18,7 +18,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress, is_address
 from blobstore.objects.leases import leased
-from blobstore.objects.request_rules import LOOK_FOR_BLOB
+from blobstore.objects.response_rules import LOOK_FOR_BLOB
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.create import publish_blobs, with_space
 from blobstore.remotes.model_reader import pack_headers

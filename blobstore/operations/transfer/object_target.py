@@ -12,7 +12,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, Conflict, InvalidHeader, 
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model_addresses
 from blobstore.objects.leases import leased
-from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_COLD_INDEX
+from blobstore.objects.response_rules import LOOK_FOR_BLOB, READ_COLD_INDEX
 from blobstore.objects.store import COLD_BASES, COLD_INDEXES, ObjectStore
 from blobstore.operations.transfer.push_target import PushedModel, Sent
 from blobstore.remotes.checked_pieces import PushedBlob

@@ -18,7 +18,7 @@ from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteR
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
 from blobstore.operations.transfer.push_target import PushedModel
-from blobstore.registry import request_rules
+from blobstore.registry import response_rules
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.reference import RemoteReference
@@ -302,7 +302,7 @@ class RegistryTarget:
                 f"the manifest has {layers} layers; if that is too many for this registry, "
                 f"push with '{option}'"
             )
-        if self.model.layout != "image" and request_rules.refuses_form(error):
+        if self.model.layout != "image" and response_rules.refuses_form(error):
             return "if this registry takes container images only, push with '--layout image'"
         return ""
 

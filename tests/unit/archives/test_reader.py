@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from blobstore.archives.format import ArchiveTable, Kind
 from blobstore.archives.reader import ArchiveReader, label_blobs, open_archive
+from blobstore.archives.table import ArchiveTable, Kind
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types

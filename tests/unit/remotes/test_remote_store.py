@@ -28,7 +28,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.transfer.push import push_model
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.remotes.addresses import Cache
-from blobstore.remotes.blob_cache import evict_models
+from blobstore.remotes.cache_limit import evict_models
 from blobstore.remotes.cold_layers import format_cold_layers, parse_cold_layers
 from blobstore.remotes.model_reader import pack_headers, unpack_headers
 from blobstore.remotes.remote_store import RemoteStore

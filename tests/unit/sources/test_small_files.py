@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.sources.base import KEPT_FILES
 from blobstore.sources.file_tree import FileTree
-from blobstore.sources.small_files import is_kept, small_files
+from blobstore.sources.small_files import KEPT_FILES, is_kept, small_files
 
 
 @pytest.mark.parametrize(

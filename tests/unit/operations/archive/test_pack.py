@@ -13,9 +13,9 @@ import pytest
 from typing_extensions import Buffer
 
 from blobstore.archives import ordered_writer
-from blobstore.archives.format import Kind
 from blobstore.archives.plan import plan_members
 from blobstore.archives.reader import open_archive
+from blobstore.archives.table import Kind
 from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.encoder import Encoded

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import blobstore
-from blobstore.archives.format import Kind
+from blobstore.archives.table import Kind
 from blobstore.compression import chunks
 from blobstore.errors import (
     ArchiveDamaged,

@@ -20,7 +20,8 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.create_all import create_all, loose_files
+from blobstore.operations.create.create_all import create_all
+from blobstore.operations.create.find_models import loose_files
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.sources.base import SourceOptions
 from blobstore.store import references

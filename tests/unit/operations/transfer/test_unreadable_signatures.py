@@ -15,7 +15,7 @@ from blobstore.operations.transfer.push import push_model
 from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry import client as client_module
 from blobstore.store.local import LocalStore
-from tests.attacks.test_request_rules import Registry
+from tests.attacks.test_response_rules import Registry
 from tests.support.hostile_s3 import HostileS3, failure, hostile_s3
 from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply

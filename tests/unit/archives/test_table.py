@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from blobstore.archives.format import (
+from blobstore.archives.table import (
     MAX_MEMBERS,
     MAX_NAMES,
     PREFIX,

@@ -38,7 +38,7 @@ _CHOSEN: Final = 16
 """Of more, so many of the oldest, and of those whose blobs most models have."""
 
 
-class Relatives:
+class SearchedModels:
     """The models of a store by the layouts of their tensors."""
 
     def __init__(self, store: LocalStore, reachable: ReachableBlobs) -> None:

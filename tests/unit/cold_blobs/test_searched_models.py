@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.cold_blobs import relatives
-from blobstore.cold_blobs.relatives import Relatives
+from blobstore.cold_blobs import searched_models
+from blobstore.cold_blobs.searched_models import SearchedModels
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
@@ -24,8 +24,8 @@ ONE = Reference.parse("run:15")
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """Return a store of a large family, the oldest of which is step 9, and models of other layouts."""
-    monkeypatch.setattr(relatives, "_FAMILY", 4)
-    monkeypatch.setattr(relatives, "_CHOSEN", 1)
+    monkeypatch.setattr(searched_models, "_FAMILY", 4)
+    monkeypatch.setattr(searched_models, "_CHOSEN", 1)
     store = LocalStore(tmp_path / "store")
     for step in range(20):
         put(store, f"run:{step}", {"x": step, "y": 100 if step in (5, 6) else 200 + step})
@@ -39,7 +39,7 @@ def found(store: LocalStore, *, is_useful: bool = False, with_similar: bool = Tr
     reachable = ReachableBlobs(store)
     reachable.update()
     chosen = {ONE: store.resolve(ONE)}
-    models = Relatives(store, reachable).find(
+    models = SearchedModels(store, reachable).find(
         chosen, lambda blob: is_useful and blob.name == "a", with_similar=with_similar
     )
     assert all(models[name] == store.resolve(name) for name in models)

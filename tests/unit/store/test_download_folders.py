@@ -15,7 +15,7 @@ import pytest
 from blobstore.errors import DamagedSource, StoreBusy, StoreError
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.store.downloads import Downloads, is_full
+from blobstore.store.download_folders import Downloads, is_full
 from blobstore.store.local import LocalStore
 
 

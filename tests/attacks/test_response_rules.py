@@ -22,7 +22,7 @@ from blobstore.operations.describe.show import describe_model
 from blobstore.operations.transfer.push import Pushed
 from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.registry import client as client_module
-from blobstore.registry import request_rules
+from blobstore.registry import response_rules
 from blobstore.registry import upload as upload_module
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
@@ -288,48 +288,48 @@ ALL_STATUSES = (
     *(428, 429, 431, 451, 500, 501, 502, 503, 504, 505, 507, 511, 599),
 )
 CALLS: dict[str, tuple[Rule, tuple[str, str], Callable[[RegistryClient], object]]] = {
-    "login": (request_rules.BASE, ("GET", "/v2/$"), lambda c: c.check_login()),
+    "login": (response_rules.BASE, ("GET", "/v2/$"), lambda c: c.check_login()),
     "manifest": (
-        request_rules.MANIFEST,
+        response_rules.MANIFEST,
         ("GET", "/manifests/v1$"),
         lambda c: c.get_manifest("a", "v1"),
     ),
     "look at a manifest": (
-        request_rules.MANIFEST_LOOK,
+        response_rules.MANIFEST_LOOK,
         ("HEAD", "/manifests/v1$"),
         lambda c: c.head_manifest("a", "v1"),
     ),
     "put of a manifest": (
-        request_rules.MANIFEST_PUT,
+        response_rules.MANIFEST_PUT,
         ("PUT", "/manifests/"),
         lambda c: c.put_manifest("a", "v1", LISTED),
     ),
     "blob": (
-        request_rules.BLOB,
+        response_rules.BLOB,
         ("GET", "/blobs/sha256:"),
         lambda c: b"".join(c.read_blob("a", DIGEST, 0, len(DATA), size=len(DATA))),
     ),
     "range of a blob": (
-        request_rules.BLOB,
+        response_rules.BLOB,
         ("GET", "/blobs/sha256:"),
         lambda c: b"".join(c.read_blob("a", DIGEST, 5, 9)),
     ),
     "size of a blob": (
-        request_rules.BLOB_SIZE,
+        response_rules.BLOB_SIZE,
         ("HEAD", "/blobs/sha256:"),
         lambda c: c.blob_size("a", DIGEST),
     ),
     "look at a blob": (
-        request_rules.BLOB_LOOK,
+        response_rules.BLOB_LOOK,
         ("HEAD", "/blobs/sha256:"),
         lambda c: c.blob_size("a", DIGEST, for_upload=True),
     ),
-    "mount": (request_rules.MOUNT, ("POST", "mount="), lambda c: c.mount_blob("a", DIGEST, "b")),
-    "start of an upload": (request_rules.UPLOAD_START, ("POST", "/uploads/$"), upload),
-    "end of an upload": (request_rules.UPLOAD_END, ("PUT", "/uploads/"), upload),
-    "tags": (request_rules.TAGS, ("GET", "/tags/list"), lambda c: list(c.tags("a"))),
+    "mount": (response_rules.MOUNT, ("POST", "mount="), lambda c: c.mount_blob("a", DIGEST, "b")),
+    "start of an upload": (response_rules.UPLOAD_START, ("POST", "/uploads/$"), upload),
+    "end of an upload": (response_rules.UPLOAD_END, ("PUT", "/uploads/"), upload),
+    "tags": (response_rules.TAGS, ("GET", "/tags/list"), lambda c: list(c.tags("a"))),
     "referrers": (
-        request_rules.REFERRERS,
+        response_rules.REFERRERS,
         ("GET", "/referrers/"),
         lambda c: c.referrers("a", DIGEST),
     ),
@@ -345,7 +345,7 @@ def test_every_status_means_what_the_table_says(
     registry.manifests["a:v1"] = (LISTED.media_type, LISTED.data)
     with RegistryClient(server.host, credentials=GivenLogin(None)) as client:
         for status in ALL_STATUSES:
-            if rule is request_rules.UPLOAD_END:
+            if rule is response_rules.UPLOAD_END:
                 registry.blobs.clear()  # otherwise an upload whose end failed is there nevertheless
             registry.override = answer(request, status)
             try:

@@ -17,7 +17,7 @@ from blobstore.http.retry import Patience
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient
 from blobstore.objects.store import ObjectStore
-from blobstore.remotes import remote_files
+from blobstore.remotes import download_files
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support.google import running_google_storage
@@ -31,9 +31,9 @@ _PART = 512
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "PART", _PART)
-    monkeypatch.setattr(remote_files, "_PIECE", 100)
-    monkeypatch.setattr(remote_files, "HEAD", 1)
-    monkeypatch.setattr(remote_files, "_PATIENCE", Patience(first=0, attempts=3))
+    monkeypatch.setattr(download_files, "_PIECE", 100)
+    monkeypatch.setattr(download_files, "HEAD", 1)
+    monkeypatch.setattr(download_files, "_PATIENCE", Patience(first=0, attempts=3))
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_what_is_not_the_file_is_named_and_not_kept(
     data: bytes,
     what: str,
 ) -> None:
-    monkeypatch.setattr(remote_files, "HEAD", 4096)
+    monkeypatch.setattr(download_files, "HEAD", 4096)
     file.data = data
     ObjectClient(object_address).put("model.safetensors", data)
     for source in (url, str(object_address)):
@@ -374,7 +374,7 @@ def test_a_damaged_file_is_called_by_its_address(
 def test_a_small_file_of_a_folder_that_is_a_pointer_is_an_error(
     object_address: StoreAddress, folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_files, "HEAD", 4096)
+    monkeypatch.setattr(download_files, "HEAD", 4096)
     (folder / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     put(object_address, folder)
     with pytest.raises(DamagedSource, match=r"tokenizer\.json': this is a pointer of git-lfs"):
