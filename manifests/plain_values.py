@@ -1,7 +1,7 @@
 """Plain values of Python as JSON, and back to the same values and types. No code is called by what is read.
 
-What JSON has is written as it is: None, booleans, numbers, texts, lists, and dicts with texts as keys. Any other value
-is an object with one key, which begins with ``$`` and says what it is.
+What JSON has is written as it is: None, booleans, numbers, texts, lists, and dicts with texts as keys, in their order.
+Any other value is an object with one key, which begins with ``$`` and says what it is.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> An
             type(key) is str and is_unicode(key) and not key.startswith(_SIGN) for key in value
         )
         if is_plain:
-            return {key: encode(one, f"{place}[{key!r}]", kinds) for key, one in value.items()}
+            return {key: encode(value[key], _joined(place, key), kinds) for key in sorted(value)}
         pairs = [
-            [encode(key, place, kinds), encode(one, f"{place}[{key!r}]", kinds)]
+            [encode(key, place, kinds), encode(one, _joined(place, key), kinds)]
             for key, one in value.items()
         ]
         return {f"${kind.__name__}": pairs}
@@ -139,6 +139,10 @@ def _scalar(value: Any, place: str) -> Any:
 
 def _listed(values: Sequence[Any], place: str, kinds: Mapping[type, tuple[str, Kind]]) -> list[Any]:
     return [encode(one, f"{place}[{index}]", kinds) for index, one in enumerate(values)]
+
+
+def _joined(place: str, key: object) -> str:
+    return f"{place}.{key}" if place else f"{key}"
 
 
 def _refuse(place: str, what: str) -> NoReturn:

@@ -6,22 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import (
-    BlobDamaged,
-    InvalidReference,
-    ModelNotFound,
-    NotFound,
-    UsageError,
-)
+from blobstore.errors import InvalidReference, ModelNotFound, NotFound, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import (
-    RECORD_FILE,
-    StepRecord,
-    is_state_of,
-    join,
-    state_of,
-    stored_name,
-)
+from blobstore.manifests.step_record import RECORD_FILE, decode_state, is_state_of, state_of
 from blobstore.models.source_layers import read_source_record
 from blobstore.objects.address import is_address
 from blobstore.operations.open import open_model
@@ -78,15 +65,26 @@ def load(
 
 def read_state(model: Model[Any]) -> Any:
     """Return the state that an open model has. Raises BlobDamaged."""
-    record, found = record_of(model), model.state_dict()
     kinds: Mapping[type, tuple[str, Kind]] = {}
     if "torch" in (model.framework, _framework_of(model)):
         with contextlib.suppress(ImportError):
             from blobstore.models import plain_torch_values
 
             kinds = plain_torch_values.KINDS
-    tensors = {key: found[stored_name(key, record.model)] for key in record.tensors}
-    return join(record, tensors, kinds)
+    return state_with(model, model.state_dict(), kinds)
+
+
+def state_with(
+    model: Model[Any], tensors: Mapping[str, Any], kinds: Mapping[type, tuple[str, Kind]]
+) -> Any:
+    """Return the state that a model has, with other tensors for its own; of any model but a step these alone.
+
+    Raises:
+        BlobDamaged: the file with the state is malformed, or has other tensors.
+    """
+    if RECORD_FILE not in model.files:
+        return tensors
+    return decode_state(model.read_file(RECORD_FILE), tensors, kinds)
 
 
 def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> Model[Any]:
@@ -149,24 +147,6 @@ def check_is_state_of(state: Manifest, model: Model[Any]) -> None:
             f"the model {quote(model.reference)} is not that of its state: one was replaced, or is being saved",
             advice="load the name of the state, which has everything, or save the step again",
         )
-
-
-def record_of(model: Model[Any], part: str = "") -> StepRecord:
-    """Return the record of a step, or for any other model one in which its tensors are a part of the state.
-
-    Raises:
-        BlobDamaged: the record is malformed, or of other tensors.
-    """
-    if RECORD_FILE not in model.files:
-        keys = [f"{part}.{name}" if part else name for name in model.specs]
-        paths = {key: ((part, key.removeprefix(f"{part}.")) if part else (key,)) for key in keys}
-        return StepRecord(model=part, tensors=paths, values={})
-    record = StepRecord.from_bytes(model.read_file(RECORD_FILE))
-    names = {stored_name(key, record.model) for key in record.tensors}
-    if names != set(model.specs):
-        other = min(names ^ set(model.specs))
-        raise BlobDamaged(f"{model.reference}: {RECORD_FILE} does not fit tensor {quote(other)}")
-    return record
 
 
 def _framework_of(model: Model) -> Framework:

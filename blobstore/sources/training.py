@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches
-from blobstore.errors import BlobDamaged, DamagedSource, UnsupportedSource
-from blobstore.manifests.plain_values import encode
-from blobstore.manifests.step_record import RECORD_FILE, FlatState, StepRecord, join
+from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
+from blobstore.manifests.step_record import RECORD_FILE, encode_state, nested, take_tensors
 from blobstore.sources.distributed.layout import zero_steps
 from blobstore.sources.distributed.torch_folder import TorchFolder
 from blobstore.sources.distributed.zero_folder import NO_STATE, ZeroFolder
@@ -77,20 +76,25 @@ class TrainingState:
             if file.name not in (VALUES_FILE, RECORD_FILE)
         }
         """The small files of the model, and those that are kept as they are."""
-        self.tensors: Mapping[str, SavedTensor]
-        """The tensors by key."""
-        self.record: StepRecord
-        """The keys that lead to them, and the other values."""
+        self.part = _MODEL
+        """The part of the state that the model is; may be empty."""
         with contextlib.ExitStack() as opened:
             self._opened = opened
             if isinstance(model, TorchFolder):
-                self._open_distributed(model, path)
+                state = self._open_distributed(model, path)
             elif isinstance(model, ZeroFolder):
-                self._open_zero(model, path)
+                state = self._open_zero(model, path)
             elif isinstance(model, HuggingFaceFolder):
-                self._open_files(model, path)
+                state = self._open_files(model, path)
             else:
                 raise UnsupportedSource(f"{quote(path)} has no state of a training that is read")
+            state, tensors = take_tensors(
+                state, lambda one: isinstance(one, SavedTensor), self.part
+            )
+            self.tensors: Mapping[str, SavedTensor] = tensors
+            """The tensors by key."""
+            self.record = encode_state(state, KINDS)
+            """The content of the file with the state."""
             self.close = opened.pop_all().close
 
     def check_unchanged(self) -> None:
@@ -102,43 +106,37 @@ class TrainingState:
         self._model.versions.record(path)
         return read_regular(path, MAX_SMALL_FILE, self._model.versions.open)
 
-    def _open_distributed(self, model: TorchFolder, path: Path) -> None:
+    def _open_distributed(self, model: TorchFolder, path: Path) -> dict[str, Any]:
         everything = model.everything()
         self._opened.callback(everything.close)
         files = [found for found in path.iterdir() if any_glob_matches(found.name, TRAINER_FILES)]
         self.notices = [*everything.notices, *(f"left out: {quote(it)}" for it in sorted(files))]
-        self.tensors, path_of = _tensors(everything), everything.path_of
-        values = self._plain_parts(everything.contents, {})
-        self.record = StepRecord(
-            model=_part_of(model.specs, self.tensors),
-            tensors={key: path_of(key) for key in self.tensors},
-            values={key: (path_of(key), encode(one, key, KINDS)) for key, one in values.items()},
-        )
+        self.part = _part_of(model.specs, everything.specs)
+        values = _tensors(everything) | self._plain_parts(everything.contents, {})
         try:
-            join(self.record, self.tensors, KINDS)
-        except BlobDamaged as error:
+            state = nested([(everything.path_of(key), one) for key, one in values.items()])
+        except UsageError as error:
             raise DamagedSource(f"{quote(path)}: {error.message}") from None
+        if type(state) is not dict:
+            raise DamagedSource(f"{quote(path)} has a list, and not a state")
+        return state
 
-    def _open_files(self, model: HuggingFaceFolder, path: Path) -> None:
+    def _open_files(self, model: HuggingFaceFolder, path: Path) -> dict[str, Any]:
         if path.is_dir():
             if steps := zero_steps(path):
                 raise UnsupportedSource(
                     f"{quote(path)} has complete weights, and an optimizer of DeepSpeed that goes with its own",
                     advice=f"import {quote(path / steps[0])}, which has both",
                 )
-            part, state = _MODEL, {_MODEL: _tensors(model)}
-            self._add_files(path, state)
-        else:
-            file = self._open(path)
-            if type(file.content) is not dict:
-                raise UnsupportedSource(f"{quote(path)} is a model without a training's state")
-            self.notices = list(file.notices)
-            state = self._plain_parts(file.content, _tensors(file))
-            part = _part_of(model.specs, file.specs)
-        flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, part)
-        self.tensors, self.record = flat.tensors, flat.record
+            return self._with_files(path, {_MODEL: _tensors(model)})
+        file = self._open(path)
+        if type(file.content) is not dict:
+            raise UnsupportedSource(f"{quote(path)} is a model without a training's state")
+        self.notices = list(file.notices)
+        self.part = _part_of(model.specs, file.specs)
+        return self._plain_parts(file.content, _tensors(file))
 
-    def _open_zero(self, model: ZeroFolder, path: Path) -> None:
+    def _open_zero(self, model: ZeroFolder, path: Path) -> dict[str, Any]:
         self.notices = [notice.removesuffix(NO_STATE) for notice in model.notices]
         moments, groups = model.optimizer()
         state = self._plain_parts(model.values(), {})
@@ -155,14 +153,14 @@ class TrainingState:
                 **self._plain_parts({"param_groups": groups}, {}),
             },
         }
-        self._add_files(path, state)
-        flat = FlatState(state, lambda one: isinstance(one, SavedTensor), KINDS, _MODEL)
-        self.tensors, self.record = flat.tensors, flat.record
+        return self._with_files(path, state)
 
-    def _add_files(self, folder: Path, state: dict[str, Any]) -> None:
+    def _with_files(self, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with what the files of the Trainer have."""
         for found in sorted(folder.iterdir()):
             if any_glob_matches(found.name, TRAINER_FILES):
                 self._add_file(found, state)
+        return state
 
     def _open(self, path: Path) -> _StateFile:
         self._model.versions.record(path)

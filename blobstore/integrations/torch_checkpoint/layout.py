@@ -203,7 +203,7 @@ class RankState:
 
     @depth_checked()
     def values(self) -> dict[str, Any]:
-        """Return the values besides tensors, as JSON. Raises UnsupportedSource, or UsageError."""
+        """Return the values besides tensors, which are plain. Raises UnsupportedSource, or UsageError."""
         if not self._values:
             return {}
         look_up: Callable[[MetadataIndex], Any] | None = getattr(
@@ -214,8 +214,10 @@ class RankState:
                 f"the planner {quote(type(self._planner).__name__)} gives values only as pickles",
                 advice="derive it from DefaultSavePlanner",
             )
-        keys = [(item.index.fqn, item.index) for item in self._values]
-        return {key: encode(look_up(index), key, KINDS) for key, index in keys}
+        found = {item.index.fqn: look_up(item.index) for item in self._values}
+        for key, value in found.items():
+            encode(value, key, KINDS)
+        return found
 
     def bytes_of(self, part: Window) -> torch.Tensor:
         """Return the bytes of a part that this rank has."""

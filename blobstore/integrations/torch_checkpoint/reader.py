@@ -10,13 +10,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -24,16 +18,17 @@ from torch.futures import Future
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, UsageError
-from blobstore.manifests.plain_values import decode
-from blobstore.manifests.step_record import StepRecord, stored_name
+from blobstore.manifests.plain_values import encode
+from blobstore.manifests.step_record import RECORD_FILE
 from blobstore.models.plain_torch_values import KINDS
 from blobstore.operations.create.places import can_be_step
-from blobstore.operations.load import open_step, record_of
+from blobstore.operations.load import open_step, state_with
 from blobstore.safetensors.torch import empty_tensor
 
 if TYPE_CHECKING:
     import os
 
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from blobstore.models.model import Model
@@ -65,7 +60,10 @@ class StoreReader(StorageReader):
         self._verify = verify
         self._reference = ""
         self._model: Model[torch.Tensor] | None = None
-        self._record = StepRecord(model=model, tensors={}, values={})
+        self._state: dict[str, Any] = {}
+        """The values of the step by key, and tensors without data."""
+        self._names: dict[str, str] = {}
+        """The names of the tensors in the store, by key."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to load the step ``checkpoint_id``."""
@@ -90,18 +88,25 @@ class StoreReader(StorageReader):
         self._model = model = open_step(
             self._reference, self._store, framework="torch", verify=self._verify
         )
-        self._record = record = record_of(model, self._model_part)
-        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for key in record.tensors:
-            spec = model.specs[stored_name(key, record.model)]
-            like = empty_tensor(spec, torch.device("meta"))
-            whole = ChunkStorageMetadata(torch.Size([0] * like.dim()), like.size())
-            described[key] = TensorStorageMetadata(
-                TensorProperties(dtype=like.dtype), like.size(), [whole]
-            )
-        described |= {key: BytesStorageMetadata() for key in record.values}
-        paths = dict(record.tensors) | {key: path for key, (path, _) in record.values.items()}
-        return Metadata(described, planner_data=paths)
+        meta = torch.device("meta")
+        tensors = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
+        state = state_with(model, tensors, KINDS)
+        if self._model_part and RECORD_FILE not in model.files:
+            state = {self._model_part: state}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        planner = DefaultSavePlanner()
+        try:
+            planner.set_up_planner(state, is_coordinator=True)
+            metadata = planner.create_global_plan([planner.create_local_plan()])[1]
+        except (ValueError, RecursionError) as error:
+            raise BlobDamaged(f"{self._reference}: {quote(error)}") from None
+        self._state = planner.state_dict
+        self._names = {
+            key: names[id(value)]
+            for key, value in self._state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -120,7 +125,8 @@ class StoreReader(StorageReader):
         """Copy what this rank needs into its tensors, and give the planner its values.
 
         Raises:
-            BlobDamaged, BlobMissing: a tensor or value cannot be read.
+            BlobDamaged, BlobMissing: a tensor cannot be read.
+            UnsupportedSource: a value is a tuple that has tensors.
             RemoteError: the object storage cannot be reached.
         """
         model = self._model
@@ -144,7 +150,7 @@ class StoreReader(StorageReader):
 
     def _part(self, model: Model[torch.Tensor], item: ReadItem) -> tuple[str, tuple[slice, ...]]:
         """Return the name and the index of what an item reads."""
-        name = stored_name(item.storage_index.fqn, self._record.model)
+        name = self._names[item.storage_index.fqn]
         bounds = [
             (begin, begin + length)
             for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
@@ -155,12 +161,11 @@ class StoreReader(StorageReader):
 
     def _value(self, key: str) -> io.BytesIO:
         """Return a value as the planner takes it: a pickle, made here and now of plain values."""
-        try:
-            value = decode(self._record.values[key][1], KINDS)
-        except (ValueError, RecursionError) as error:
-            raise BlobDamaged(f"{self._reference}: value {quote(key)}: {error}") from None
+        encode(
+            self._state[key], key, KINDS
+        )  # refuses a tuple with tensors, which have no data here
         data = io.BytesIO()
-        torch.save(value, data)
+        torch.save(self._state[key], data)
         data.seek(0)
         return data
 

@@ -29,7 +29,8 @@ from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, Ra
 from blobstore.integrations.torch_checkpoint.staging import Staging
 from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import StepRecord
+from blobstore.manifests.step_record import StoredName, encode_state, nested
+from blobstore.models.plain_torch_values import KINDS
 from blobstore.objects.address import is_address
 from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
@@ -399,7 +400,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         if step is None or plan is None:
             raise BlobstoreError("another rank failed to write its part of the step")
         added: dict[str, Ingested] = {}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {key: StoredName(name) for name, key in plan.keys.items()}
         for result in (one for rank in results for one in rank):
             values |= result.storage_data.values
             for name, item in result.storage_data.added.items():
@@ -407,14 +408,10 @@ class StoreWriter(StorageWriter, AsyncStager):
                 if result.storage_data.rank != self._rank:
                     step.adopt(item)
         paths = dict(metadata.planner_data or {})
-        record = StepRecord(
-            model=self._model,
-            tensors={key: tuple(paths.get(key, (key,))) for key in plan.keys.values()},
-            values={key: (tuple(paths.get(key, (key,))), value) for key, value in values.items()},
-        )
+        state = nested([(tuple(paths.get(key, (key,))), value) for key, value in values.items()])
         try:
             with self._opened.checked():
-                step.publish(added, record)
+                step.publish(added, encode_state(state, KINDS))
             if self._keep == "delta" and (self._freezing is None or self._freezing.done()):
                 thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-freeze")
                 self._freezing = thread.submit(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.step import StepPlan
     from blobstore.store.ingest import Buffers, Ingest
     from blobstore.store.local import StoreLike
@@ -102,7 +101,7 @@ class _FolderImport:
         """Publish with this import what another rank has added to it."""
         self.blobs.adopt(item)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
+    def publish(self, added: Mapping[str, Ingested], record: bytes) -> _Published:
         """Give the step its names; return the manifests, and whether the last name was that of another model.
 
         Raises as :meth:`StepPlan.manifests` and :func:`create`.
@@ -197,7 +196,7 @@ class _ObjectImport:
         if item.written:
             self.blobs.written.add(item.digest)
 
-    def publish(self, added: Mapping[str, Ingested], record: StepRecord) -> _Published:
+    def publish(self, added: Mapping[str, Ingested], record: bytes) -> _Published:
         objects = self._objects
         manifests = self._plan.manifests(self.blobs, added, record)
         data = [manifest.to_bytes() for manifest in manifests]

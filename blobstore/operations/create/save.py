@@ -22,7 +22,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
 from blobstore.manifests.plain_values import depth_checked
 from blobstore.manifests.reference import Reference
-from blobstore.manifests.step_record import FlatState
+from blobstore.manifests.step_record import encode_state, take_tensors
 from blobstore.objects.address import is_address
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.step import METADATA, save_step, step_source
@@ -149,11 +149,11 @@ def save(
             from blobstore.models import plain_torch_values
 
             kinds = plain_torch_values.KINDS
-        state = FlatState(tensors, lambda one: _library(one) == framework, kinds, model)
-        found = _described(state.tensors)
+        state, flat = take_tensors(tensors, lambda one: _library(one) == framework, model)
+        record, found = encode_state(state, kinds), _described(flat)
         source = step_source(found, model)
-        options |= {"framework": framework, "files": contents, "metrics": metrics}
-        run = functools.partial(save_step, source, found, state.record, reference, store, **options)
+        options |= {"model": model, "framework": framework, "files": contents, "metrics": metrics}
+        run = functools.partial(save_step, source, found, record, reference, store, **options)
     else:
         store = LocalStore.of(store)
         store.names.check_name(reference)

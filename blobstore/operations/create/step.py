@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.manifests.step_record import StepRecord
     from blobstore.operations.create.create import BlobAdder
     from blobstore.planning.grouping import BlobPlan
     from blobstore.planning.plan import ModelPlan
@@ -114,7 +113,8 @@ class StepPlan:
             UsageError: no tensor is of the model, two tensors would have one name, or a file or metric is not valid.
             UnsupportedSource: the tensors cannot be stored.
         """
-        self._model = model
+        if type(model) is not str:
+            raise UsageError(f"model is the key of a part of the state, got {quote(model)}")
         self._metadata = METADATA[framework]
         self._metrics = {METRICS_FILE: _metrics_json(metrics)} if metrics else {}
         self.keys: dict[str, str] = {}
@@ -157,19 +157,19 @@ class StepPlan:
         return [reference] if self.model is None else [state_of(reference), reference]
 
     def manifests(
-        self, blobs: BlobAdder, added: Mapping[str, Ingested], record: StepRecord
+        self, blobs: BlobAdder, added: Mapping[str, Ingested], record: bytes
     ) -> list[Manifest]:
         """Return the manifests of :meth:`names`, after adding the blobs without tensors.
 
         Args:
             blobs: adds the blobs.
             added: the blobs of the tensors by name.
-            record: the keys and values of the state.
+            record: the content of the file with the state.
 
         Raises:
             UsageError: the values are too large.
         """
-        files = {RECORD_FILE: record.to_bytes(), **self._metrics}
+        files = {RECORD_FILE: record, **self._metrics}
         source = MemorySource(dict.fromkeys(self._specs, _unread), self._metadata, files)
         parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
         return [part.manifest(added, blobs) for part in parts]
@@ -186,7 +186,7 @@ def step_source(tensors: _Tensors, model: str) -> MemorySource:
 def save_step(
     source: MemorySource,
     tensors: _Tensors,
-    record: StepRecord,
+    record: bytes,
     reference: Reference,
     store: StoreLike,
     *,
@@ -201,7 +201,7 @@ def save_step(
     ``check`` is called before the step gets its names. The other options are those of :class:`StepPlan`.
     """
     specs = {key: spec for key, (spec, _) in tensors.items()}
-    plan = StepPlan(specs, model=record.model, **options)
+    plan = StepPlan(specs, **options)
     place = open_place(store)
     convert = Converter(source.read).convert
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in plan.blobs))

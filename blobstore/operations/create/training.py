@@ -58,7 +58,7 @@ def import_state(
         )
     with contextlib.closing(TrainingState(opened, local_path(source, "source"))) as state:
         created = save_step(
-            step_source(state.tensors, state.record.model),
+            step_source(state.tensors, state.part),
             state.tensors,
             state.record,
             update.reference,
@@ -67,6 +67,7 @@ def import_state(
             jobs=jobs,
             progress=progress,
             check=state.check_unchanged,
+            model=state.part,
             files=state.files,
         )
         return replace(created, notices=tuple(state.notices))

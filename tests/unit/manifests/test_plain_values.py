@@ -89,8 +89,8 @@ class Colour(IntEnum):
     ("value", "place", "kind"),
     [
         (object(), "v", "builtins.object"),
-        ({"a": [0, Colour.RED]}, "v['a'][1]", "Colour"),
-        ({"a": defaultdict(int)}, "v['a']", "collections.defaultdict"),
+        ({"a": [0, Colour.RED]}, "v.a[1]", "Colour"),
+        ({"a": defaultdict(int)}, "v.a", "collections.defaultdict"),
         (np.array([object()]), "v", "numpy.ndarray"),
         (np.array(["2020"], "M8[Y]"), "v", "numpy.ndarray"),
         (np.zeros((1, 1)).view(np.matrix), "v", "numpy.matrix"),

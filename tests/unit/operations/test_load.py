@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
@@ -104,6 +105,8 @@ def test_torch_loads_the_tensors_of_any_state(store: LocalStore) -> None:
     target = {"optimizer": {"state": {0: {"m": torch.ones(3)}, 1: {"m": torch.zeros(3)}}}}
     load_distributed(target, checkpoint_id="run:1", storage_reader=StoreReader(store))
     assert_same(target["optimizer"], rich()["optimizer"])
+    with pytest.raises(CheckpointException, match=r"'pair\[0\]' is a torch\.Tensor"):
+        load_distributed({"pair": 0}, checkpoint_id="run:1", storage_reader=StoreReader(store))
 
 
 def test_the_model_is_the_one_of_its_tensors(store: LocalStore, tmp_path: Path) -> None:
@@ -260,14 +263,12 @@ def nested(depth: int) -> Any:
         ({"w": torch.ones(1), "x": {(1, 2): [set]}}, UnsupportedSource, r"'x\.\(1, 2\)\[0\]' is a"),
         ({"a.b": torch.ones(1), "a": {"b": 1}}, UsageError, "would have the key 'a.b'"),
         ({"x": {1: torch.ones(1), "1": 2}}, UsageError, "would have the key 'x.1'"),
-        ({"x": {1: {"a": torch.ones(1)}, "1": {"b": 2}}}, UsageError, "would have the key 'x.1'"),
-        ({"w": torch.ones(1), "x": {frozenset("ab"): {}}}, UsageError, "a key in 'x' is a set"),
-        ({"w": torch.ones(1), "x": {"\ud800": 1}}, UsageError, "not Unicode"),
+        ({"w": torch.ones(1), "x": {"\ud800": 1}}, UnsupportedSource, "not Unicode"),
         ({"w": torch.ones(1), "x": nested(100)}, UsageError, "has over 100 parts"),
         ({"w": torch.ones(1), "x": nested(5000)}, UsageError, "nested too deeply"),
         ({"x": 1}, UsageError, "there are no tensors"),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_refuses_a_state_that_would_not_come_back(
     store: LocalStore, state: Any, error: type[Exception], message: str

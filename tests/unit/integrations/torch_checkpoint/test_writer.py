@@ -250,7 +250,7 @@ def test_a_step_that_does_not_exist_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_record_that_does_not_fit_is_damaged(tmp_path: Path) -> None:
-    record = b'{"version":1,"model":"","tensors":{"x":["x"]},"values":{}}'
+    record = b'{"version":1,"state":{"x":1}}'
     blobstore.save({"w": torch.ones(1)}, "r:1", files={RECORD_FILE: record}, store=tmp_path)
     reader = StoreReader(tmp_path)
     reader.reset("r:1")
@@ -259,12 +259,9 @@ def test_a_record_that_does_not_fit_is_damaged(tmp_path: Path) -> None:
 
 
 def test_a_value_that_nothing_wrote_is_damaged(tmp_path: Path) -> None:
-    value = '{"path":["v"],"value":{"$call":"os.system"}}'
-    record = f'{{"version":1,"model":"","tensors":{{"w":["w"]}},"values":{{"v":{value}}}}}'
-    blobstore.save(
-        {"w": torch.ones(1)}, "r:1", files={RECORD_FILE: record.encode()}, store=tmp_path
-    )
-    with pytest.raises(CheckpointException, match="value 'v'"):
+    record = b'{"version":1,"state":{"w":{"$tensor":"w"},"v":{"$call":"os.system"}}}'
+    blobstore.save({"w": torch.ones(1)}, "r:1", files={RECORD_FILE: record}, store=tmp_path)
+    with pytest.raises(CheckpointException, match="no value of the kind 'call'"):
         loaded(tmp_path, {"w": torch.zeros(1), "v": 0}, "r:1")
 
 

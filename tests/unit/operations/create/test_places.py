@@ -15,7 +15,6 @@ from blobstore.errors import InvalidReference
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.step_record import StepRecord
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore, blob_key
 from blobstore.operations.create import places
@@ -101,7 +100,7 @@ def test_a_blob_that_was_collected_in_the_meantime_fails_the_step(
     lost = tensors(address, "run:1")[0]
     publish = places._ObjectImport.publish
 
-    def after_a_collection(self: Any, added: Any, record: StepRecord) -> None:
+    def after_a_collection(self: Any, added: Any, record: bytes) -> None:
         store.client.delete([blob_key(lost)])
         publish(self, added, record)
 
@@ -119,7 +118,7 @@ def test_a_name_that_another_process_has_given_is_not_taken(
 ) -> None:
     publish = places._ObjectImport.publish
 
-    def after_another(self: Any, added: Any, record: StepRecord) -> None:
+    def after_another(self: Any, added: Any, record: bytes) -> None:
         monkeypatch.undo()
         saved(address, {"model": {"w": torch.full((6,), 9.0)}})
         publish(self, added, record)
