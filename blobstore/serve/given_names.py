@@ -49,9 +49,10 @@ class GivenNames:
 
     def _link_again(self) -> None:
         """Give names their second links again if the store was copied by a program that copies no hard links."""
-        for reference in self._store.references():
-            status = status_of(self._link(reference))
-            if status is not None and status.st_nlink == 1:
+        links = self._folder.glob(".name-*")
+        alone = {link.name for link in links if link.lstat().st_nlink == 1}
+        for reference in self._store.references() if alone else ():
+            if link_name(reference) in alone:
                 with contextlib.suppress(BlobstoreError), self._store.exclusive_lock():
                     self._link_to(reference, read_regular(self._link(reference), MAX_RECORD))
 

@@ -37,7 +37,7 @@ from blobstore.serve.made_digests import (
     write_made,
 )
 from blobstore.serve.unprepared import NotListed, prepared
-from blobstore.store.scan import is_folder, scan_folder
+from blobstore.store.scan import folders_and_files, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -196,10 +196,7 @@ class Tags:
         # Before the folder is listed: a change in between makes another version.
         changes, version = self._changes, FileVersion.of(path)
         until = settled_until(version)
-        folders: list[str] = []
-        files: list[str] = []
-        for entry in scan_folder(path) if is_folder(path) else ():
-            (folders if is_folder(entry.path) else files).append(entry.name)
+        folders, files = folders_and_files(path) if is_folder(path) else ([], [])
         _, *parts = path[len(self._root) :].split("/")
         tags = []
         if len(parts) == _REPOSITORY:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -304,8 +305,8 @@ class Visible:
 
         No request causes it, so its duration reveals nothing to clients. Call it on a thread. Raises StoreError.
         """
-        for repository, count in Counter(map(any_tag, prepared(self.models))).items():
-            if count >= MANY:
+        for repository, count in Counter(map(any_tag, self._library.names())).items():
+            if count >= MANY and prepared(partial(self.has, repository)):
                 self._library.tags.describe_all(repository, self)
 
     # About models and artifacts that were returned above

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from blobstore.serve.tags import MANY, Tags
 from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.serve.visible import Visible
 from blobstore.store.local import LocalStore
-from blobstore.store.scan import scan_folder
+from blobstore.store.scan import folders_and_files
 from tests.support.serve import ask, body_of, json_of
 
 REPOSITORY = Reference.parse("org/model")
@@ -244,17 +243,17 @@ def test_a_tag_that_is_added_while_its_repository_is_listed_is_there_at_once(
 ) -> None:
     other = Reference.parse("org/model:v2")
 
-    def overtaken(path: str) -> Iterator[os.DirEntry[str]]:
-        entries = list(scan_folder(path))
+    def overtaken(path: str) -> tuple[list[str], list[str]]:
+        listed = folders_and_files(path)
         if not library.store.has_model(str(other)):
             copy_model("org/model", str(other), store=library.store)
             tags.list_again(other)
-        return iter(entries)
+        return listed
 
     # As if the clock of the file system had not moved.
     version = FileVersion(1, 1, 1, 1, 1)
     monkeypatch.setattr(FileVersion, "of", lambda path: version if Path(path).exists() else None)
-    monkeypatch.setattr("blobstore.serve.tags.scan_folder", overtaken)
+    monkeypatch.setattr("blobstore.serve.tags.folders_and_files", overtaken)
     assert prepared(lambda: tags.of(REPOSITORY)) == (REPOSITORY, other)
 
 
