@@ -257,7 +257,8 @@ class PullThrough:
     def _revision(self, asked: Asked, token: str, damaged: float, *, needs_all: bool) -> Visible:
         """Return the same as :meth:`_version`, also of a revision that can be no name here: of that, its commit is asked."""
         named = asked.revision
-        if not asked.has_name:
+        # A model of the operator's that the client may not see has the name, which stands for nothing else then.
+        if not asked.has_name or self._library.is_own(asked.reference):
             asked = asked.at(self._judged(asked, token, self._ask)[0].commit)
         visible = self._version(asked, token, damaged, needs_all=needs_all)
         return replace(visible, _revision=(named, asked.revision))
@@ -369,15 +370,16 @@ class PullThrough:
             names, fetched, origins = self._library.ownership(
                 asked.reference if asked else repository, is_one=bool(asked)
             )
+            if not is_named:
+                return everyone if everyone(set(names).difference(fetched)) else None
             if fetched or not names:
                 return None
-            if not is_named:
-                return everyone if everyone(names) else None
             copies = hidden_copies(origins.values(), everyone)
             # Clients without a token may read no restricted model, and need not wait for what the upstream says of it.
             if not copies or (not token and everyone(names)):
                 return everyone
-            return self._with_copied(copies, token, lambda visible: visible(names))
+            visible = self._with_copied(copies, token)
+            return visible if visible(names) else None
         if asked is None:
             return everyone if everyone.has(repository) else None
         held = asked.held(everyone)
@@ -389,29 +391,20 @@ class PullThrough:
         if not (has_upstream and is_named):
             return None
         copies = hidden_versions(self._library, repository, asked, everyone)
-        visible = self._with_copied(copies, token, asked.held)
+        visible = self._with_copied(copies, token)
         return visible if asked.held(visible) else None
 
-    def _with_copied(
-        self, copies: Iterable[Asked], token: str, found_in: Callable[[Visible], object]
-    ) -> Visible:
+    def _with_copied(self, copies: Iterable[Asked], token: str) -> Visible:
         """Return the models that everyone may read, with those versions that the operator has copied and the client may read.
 
-        The upstream hears nothing of the copy's name. Raises NotFetched, and Refusal if ``found_in`` finds nothing
-        because the client may not read a version.
+        The upstream hears nothing of the copy's name. If the client may not read it, that is asked for as an absent one.
+        Raises NotFetched.
         """
         opened: frozenset[Commit] = frozenset()
-        refusal = None
         for one in copies:
-            try:
+            with contextlib.suppress(Refusal):
                 opened |= self._judged(one, token, self._ask)[1].opens
-            except Refusal as error:
-                # What it says of a revision of the original would tell the copy from an absent name.
-                refusal = no_model() if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else error
-        visible = Visible.of(self._library, opened)
-        if refusal is not None and not found_in(visible):
-            raise refusal
-        return visible
+        return Visible.of(self._library, opened)
 
     def _repository(
         self, repository: Reference, name: Reference, token: str, target: Target, damaged: float
@@ -492,7 +485,8 @@ class PullThrough:
 
     def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream for a revision, and whether this client may read it; None if it cannot be fetched."""
-        origin = stored_origin(self._library, asked)
+        is_own = self._library.is_own(asked.reference)  # then it says nothing about the upstream
+        origin = None if is_own else stored_origin(self._library, asked)
         client, now = client_of(token), time.monotonic()
         is_public = self._library.pulled.is_public(asked.repository)
         # A client without access must not learn that the store has the model.

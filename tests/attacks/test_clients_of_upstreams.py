@@ -17,7 +17,6 @@ import pytest
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
-from blobstore.store.names import ABSENT
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.raw_server import RawServer, Received, reply
@@ -446,7 +445,9 @@ def test_what_a_peer_has_given_of_a_commit_goes_once_the_upstream_names_it(
                 until(lambda target=target: server.request(target)[0] == 200)  # type: ignore[misc]
                 assert server.request(target)[2] == weights(folder)
             until(lambda: server.metric("arriving_models") == 0)
-        assert store.names.version(f"{NAME}:v1") is ABSENT
+    with serving(store, tmp_path) as plain:
+        assert plain.request(FILE.replace("main", "v1"))[0] == 404
+        assert plain.request(by_commit)[2] == weights(folder)
     with serving(store, tmp_path, "--upstream", hub.url) as server:
         for target in (FILE, by_commit):
             assert server.request(target)[2] == weights(folder)

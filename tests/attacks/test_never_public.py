@@ -363,7 +363,7 @@ def test_a_peer_that_names_the_commit_of_a_restricted_model_opens_it_under_no_na
         RawServer(answer) as liar,
         serving(store, tmp_path, "--peers", f"http://{liar.host}") as server,
     ):
-        assert server.request(f"/{NAME}/resolve/main/config.json")[0] in {404, 502}
+        assert server.request(f"/{NAME}/resolve/main/config.json")[2] == junk  # the peer's own
         assert server.request(FILE.replace("main", repo.commit))[2] != secret
     with serving(store, tmp_path) as plain:
         for revision in ("v1", repo.commit):

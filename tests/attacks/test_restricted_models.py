@@ -382,6 +382,33 @@ def test_a_model_of_the_stores_own_has_none_of_the_restricted_versions_of_its_re
             assert b"latest" not in server.request(listing)[2]
 
 
+def test_what_is_hidden_in_a_repository_is_as_absent_there_as_in_a_store_without_it(
+    hub: HubServer, known: dict[str, Known], store: LocalStore, other: LocalStore, tmp_path: Path
+) -> None:
+    """A copy is a tag of a public repository, and restricted versions are next to a tag of the operator's."""
+    hub.add("org/open", made(tmp_path / "open", 7))
+    copy_model(GATED, "org/open:copy", store=store)
+    asked = [
+        ("/{}/resolve/copy/config.json", "org/open"),
+        ("/{}/resolve/COMMIT/config.json", "org/open"),
+        ("/v2/{}/manifests/copy", "org/open"),
+        ("/api/models/registry.ollama.ai/{}/refs", GATED),
+        ("/api/models/registry.ollama.ai/{}/auth-check", GATED),
+        ("/registry.ollama.ai/{}/resolve/main/config.json", GATED),
+    ]
+    found = []
+    for one in (store, other):
+        create(made(tmp_path / "mine", 5), f"{GATED}:mine", store=one)
+        with serving(one, tmp_path, "--upstream", hub.url) as server:
+            found.append(
+                [response(server, it, "GET", {}, name, known[GATED]) for it, name in asked]
+            )
+            right = {"Authorization": RIGHT}
+            copies = [response(server, it, "GET", right, name, known[GATED]) for it, name in asked]
+            assert [one[0] for one in copies[:3]] == [200 if one == store else 404] * 3
+    assert found[0] == found[1]
+
+
 def test_a_restricted_model_that_is_damaged_is_not_shown_by_the_error(
     upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
