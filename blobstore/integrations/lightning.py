@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.libraries import optional_libraries
+from blobstore.manifests.reference import Reference
+from blobstore.manifests.step_record import state_of
+from blobstore.objects.address import StoreAddress, is_address
+from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.save import save
 from blobstore.operations.load import load
 from blobstore.operations.maintenance.names import remove_models
@@ -63,4 +67,9 @@ class StoreCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the names of a checkpoint. Raises as :func:`remove`."""
-        remove_models([self._name(path), f"{self._name(path)}.state"], store=self._store)
+        step = Reference.parse(self._name(path))
+        names = [step, state_of(step)]
+        if is_address(self._store):
+            ObjectStore(StoreAddress.parse(str(self._store))).remove(names)
+        else:
+            remove_models(names, store=self._store)

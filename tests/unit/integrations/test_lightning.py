@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 import blobstore
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings(
@@ -76,3 +77,20 @@ def test_a_checkpoint_that_is_not_kept_loses_its_names(store: LocalStore, tmp_pa
     assert not store.has_model("run:epoch-0-step-2")
     assert not store.has_model("run:epoch-0-step-2.state")
     assert store.has_model("run:epoch-1-step-4")
+
+
+def test_a_checkpoint_in_object_storage_is_loaded_and_loses_its_names(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    from blobstore.integrations.lightning import StoreCheckpointIO
+
+    address = f"file://{tmp_path}/bucket"
+    (tmp_path / "bucket").mkdir()
+    plugin = StoreCheckpointIO("run", address)
+    for step in (1, 2):
+        plugin.save_checkpoint({"state_dict": {"w": torch.ones(step)}}, f"a/step={step}.ckpt")
+    plugin.remove_checkpoint("b/step=1.ckpt")
+    assert plugin.load_checkpoint("step=2.ckpt")["state_dict"]["w"].tolist() == [1, 1]
+    names = ["run:step-2", "run:step-2.state"]
+    assert [one.address for one in read_remote_catalog(address)] == [
+        f"{address}/{name}" for name in names
+    ]
