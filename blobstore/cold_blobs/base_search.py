@@ -144,7 +144,7 @@ class BaseFinder:
         kept: set[Digest] | None = None
         for base in dict.fromkeys(bases.values()):
             users = [one for one, other in bases.items() if other == base]
-            if base not in ages or any(one in named for one in users):
+            if any(one in named for one in users):
                 continue
             if base not in fits:
                 # A model that is not frozen now can be a delta later, unless deltas need it already.

@@ -37,13 +37,13 @@ def _signed(low: Array, high: Array) -> Array:
     return scales
 
 
-def _minus(blocks: Array, at: int, codes: Array, out: Array) -> None:
+def _minus(blocks: Array, codes: Array, out: Array) -> None:
     """Fill the weights of a type with 6-bit scales and minima: scale times code, minus minimum."""
-    scales, minima = scales_and_minima(blocks[:, at + 4 : at + 16])
+    scales, minima = scales_and_minima(blocks[:, 4:16])
     weights = out.reshape(-1, 8, 32)
     np.copyto(weights, codes.reshape(-1, 8, 32))
-    weights *= (half(blocks, at) * scales)[..., None]
-    weights -= (half(blocks, at + 2) * minima)[..., None]
+    weights *= (half(blocks, 0) * scales)[..., None]
+    weights -= (half(blocks, 2) * minima)[..., None]
 
 
 def _q2_k(blocks: Array, out: Array) -> None:
@@ -67,7 +67,7 @@ def _q3_k(blocks: Array, out: Array) -> None:
 
 
 def _q4_k(blocks: Array, out: Array) -> None:
-    _minus(blocks, 0, nibbles(blocks[:, 16:].reshape(-1, 4, 32)), out)
+    _minus(blocks, nibbles(blocks[:, 16:].reshape(-1, 4, 32)), out)
 
 
 def _q5_k(blocks: Array, out: Array) -> None:
@@ -75,7 +75,7 @@ def _q5_k(blocks: Array, out: Array) -> None:
     high = fields(blocks[:, 16:48], 1)
     high *= 16
     codes |= high
-    _minus(blocks, 0, codes, out)
+    _minus(blocks, codes, out)
 
 
 def _q6_k(blocks: Array, out: Array) -> None:

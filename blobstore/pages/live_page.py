@@ -54,7 +54,7 @@ _TOKEN_BYTES = 24
 
 def serve_page(
     store: LocalStore,
-    references: Sequence[Reference] = (),
+    references: Sequence[Reference],
     *,
     port: int,
     on_ready: Callable[[str], object],
@@ -86,9 +86,7 @@ def serve_page(
 class LivePage:
     """Answers the requests of the page, whose paths begin with ``token``. Threads may share it."""
 
-    def __init__(
-        self, store: LocalStore, references: Sequence[Reference] = (), *, token: str
-    ) -> None:
+    def __init__(self, store: LocalStore, references: Sequence[Reference], *, token: str) -> None:
         self._store = store
         self._references = references
         self._token = token

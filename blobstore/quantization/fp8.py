@@ -94,9 +94,7 @@ def decode(
     return result
 
 
-def decode_stack(
-    weight: Array, scale: Array, layout: Float8Layout, result_dtype: str = "bfloat16"
-) -> Array:
+def decode_stack(weight: Array, scale: Array, layout: Float8Layout, result_dtype: str) -> Array:
     """Return a matrix or a stack of matrices of 8-bit floats, decoded as by :func:`decode`.
 
     Args:

@@ -97,9 +97,7 @@ class State:
         """Return the error for bytes that end too early."""
         return CutShort(f"the pickle ends at byte {len(self.data)}, before its STOP")
 
-    def refusal(
-        self, reason: str, name: str, kind: type[CheckpointRefused] = CheckpointDamaged
-    ) -> CheckpointRefused:
+    def refusal(self, reason: str, name: str, kind: type[CheckpointRefused]) -> CheckpointRefused:
         """Return the error for the current opcode."""
         return kind(f"pickle byte {self.at}, {name}: {reason}")
 

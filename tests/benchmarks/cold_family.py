@@ -111,7 +111,14 @@ class Predicted(Differences):
     """Ours: differences from what a product of narrow matrices predicts, where that is smaller."""
 
     def encode(self, pair: Pair) -> list[bytes]:
-        found = fit(pair.tensor, pair.base, DType.BF16, pair.columns)
+        base = pair.base
+        found = fit(
+            pair.tensor,
+            lambda begin, end: base[begin:end],
+            DType.BF16,
+            pair.columns,
+            "small",
+        )
         if found is None:
             return [b"", *super().encode(pair)]
         factors = found.factors

@@ -348,7 +348,7 @@ def float8(lane: Lane) -> None:
         layout = Float8Layout(sharing, block, code, DType.F32)
         data = random.integers(0, 256, shape, np.uint8)
         scale = random.standard_normal(layout.blocks(shape)[1]).astype(np.float32)
-        expected = decode_stack(data.view(TYPES[code]), scale, layout)
+        expected = decode_stack(data.view(TYPES[code]), scale, layout, "bfloat16")
         weight = torch.from_numpy(data).view(getattr(torch, NAMES[code])).to(lane.device)
         factors = torch.from_numpy(scale).to(lane.device)
         found = engine.decode(weight, factors, layout, torch.bfloat16).cpu().view(torch.int16)

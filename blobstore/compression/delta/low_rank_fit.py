@@ -96,23 +96,21 @@ class Fit(NamedTuple):
     """The ratio of the size with factors, which are included, to the size without."""
 
 
-def fit(
-    tensor: Array, base: Array | Reader, dtype: DType, columns: int, level: Level = "small"
-) -> Fit | None:
+def fit(tensor: Array, base: Reader, dtype: DType, columns: int, level: Level) -> Fit | None:
     """Return factors that save space when ``tensor`` is encoded against ``base``, or None.
 
     Ranks are tried from the largest one on, as long as they get better.
 
     Args:
         tensor: elements as :func:`~blobstore.compression.delta.codec.as_elements` gives them, by rows.
-        base: as many of the base, or what reads them.
+        base: reads the elements of the base.
         dtype: the type of both.
         columns: elements of a row.
-        level: ``fast`` to search with a quarter of the effort.
+        level: ``fast`` to search with less effort.
     """
     if not can_fit(len(tensor), dtype, columns):
         return None
-    pair = _Pair(tensor, _reader(base), dtype, columns)
+    pair = _Pair(tensor, base, dtype, columns)
     effort = _EFFORTS[level]
     best = _Best(pair, effort)
     ranks: tuple[int, ...] = _RANKS
@@ -138,7 +136,7 @@ def can_fit(elements: int, dtype: DType, columns: int) -> bool:
     return can_predict(dtype) and sides[0] >= _LEAST_SIDE and sides[1] <= MAX_SIDE
 
 
-def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> bool:
+def is_promising(tensor: Array, base: Reader, dtype: DType, columns: int) -> bool:
     """Estimate quickly from a sample whether :func:`fit` may find useful factors.
 
     It may if a few directions have nearly all energy of the difference, as after merging an adapter.
@@ -146,7 +144,7 @@ def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int
     """
     if not can_fit(len(tensor), dtype, columns):
         return False
-    pair = _Pair(tensor, _reader(base), dtype, columns)
+    pair = _Pair(tensor, base, dtype, columns)
     height = _TESTED_ROWS * (2 if len(tensor) >= _LARGE else 1)
     chosen = np.linspace(0, columns - 1, min(columns, _TESTED_COLUMNS)).astype(np.intp)
     _, *sides = zip(*_samples(pair, _SAMPLED_BLOCKS * height * columns), strict=True)
@@ -158,13 +156,6 @@ def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int
     energies = np.linalg.eigvalsh(products)
     rest = float(energies[: len(energies) // 2].sum())
     return float(energies.sum()) > _LEAST_RATIO * max(rest, 0.0)
-
-
-def _reader(base: Array | Reader) -> Reader:
-    if callable(base):
-        return base
-    elements = base
-    return lambda begin, end: elements[begin:end]
 
 
 class _Pair(NamedTuple):
@@ -184,14 +175,14 @@ class _Pair(NamedTuple):
         first, last = begin * self.columns, end * self.columns
         return self.tensor[first:last], self.base(first, last)
 
-    def difference(self, begin: int, end: int, step: int = 1) -> Array:
-        """Return the difference of rows, or of every ``step``-th."""
+    def difference(self, begin: int, end: int, step: int) -> Array:
+        """Return the difference of every ``step``-th row."""
         sides = self.rows_of(begin, end)
         mine, theirs = (side.reshape(-1, self.columns)[::step] for side in sides)
         return _difference(mine, theirs, self.dtype)
 
     def blocks(self, step: int = 1) -> Iterator[Array]:
-        """Yield the difference of all rows, or of every ``step``-th, in blocks."""
+        """Yield the difference of every ``step``-th row, in blocks."""
         height = max(_BLOCK_ELEMENTS // self.columns // step, 1) * step
         for begin in range(0, self.rows, height):
             yield self.difference(begin, min(begin + height, self.rows), step)
@@ -227,9 +218,7 @@ class _Best:
         plain = estimate_bits(self._chunk, self._base) / 8 * self._scale
         return Fit(self.factors, self._size / plain) if self._cost < plain else None
 
-    def _predicted(self, factors: Factors | None) -> Array:
-        if factors is None:
-            return self._base
+    def _predicted(self, factors: Factors) -> Array:
         sampled = factors._replace(left=factors.left[:, self._rows])
         return LowRankPredictor(sampled, self._pair.dtype).predict(self._base, 0)
 

@@ -121,7 +121,7 @@ def copy_models(
     to: str,
     *,
     store: LocalStore,
-    progress: Progress | None = None,
+    progress: Progress | None,
     **options: Any,
 ) -> list[Outcome[CopiedModel]]:
     """Copy several models to another store under their own names, and return what became of each.

@@ -59,7 +59,8 @@ def test_a_line_has_at_most_64_kib() -> None:
 
 
 def test_says_where_the_opcode_at_hand_is() -> None:
-    assert str(state(b"", 12).refusal("it is odd", "POP")) == "pickle byte 12, POP: it is odd"
+    found = state(b"", 12).refusal("it is odd", "POP", CheckpointDamaged)
+    assert str(found) == "pickle byte 12, POP: it is odd"
 
 
 # globals
