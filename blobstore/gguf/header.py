@@ -62,25 +62,11 @@ _SCALARS: Final = {
     }.items()
 }
 """Numbers of types of values, and how they are decoded. A bool is true unless it is 0, as in llama.cpp."""
-_NAMES: Final = dict(
-    enumerate(
-        [
-            "uint8",
-            "int8",
-            "uint16",
-            "int16",
-            "uint32",
-            "int32",
-            "float32",
-            "bool",
-            "string",
-            "array",
-            "uint64",
-            "int64",
-            "float64",
-        ]
-    )
+_NAMES: Final = (
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", "string", "array"),
+    *("uint64", "int64", "float64"),
 )
+"""The names of types of values, by number."""
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _ALIGNMENT: Final = "general.alignment"

@@ -40,7 +40,7 @@ def find_base(model: ModelFiles, store: StoreLike) -> Reference:
     Raises:
         ModelNotFound: the store does not have it.
     """
-    wanted = first_text(model.read_json(ADAPTER_CONFIG), "base_model_name_or_path") or ""
+    wanted = first_text(model.read_json(ADAPTER_CONFIG), "base_model_name_or_path")
     local = LocalStore.to_read(store)
     try:
         if local.has_model(wanted):

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-_NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,6}")
 _EXPERTS = "experts"
 
 

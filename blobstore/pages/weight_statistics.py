@@ -82,8 +82,7 @@ def measure_model(
         UnsupportedDType: numpy has no type for a tensor's elements.
     """
     names = (reference,) if base is None else (reference, base)
-    parts = [*(str(Digest.of(store.read_manifest(name))) for name in names)]
-    key = Digest.of("\n".join(parts).encode())
+    key = Digest.of("\n".join(str(Digest.of(store.read_manifest(name))) for name in names).encode())
     known = _read(store, key)
     if known is not None:
         return known
