@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
+    from blobstore.cold_blobs.chains import Fits
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     Order = Callable[[Reference], Any]
     Gains = Mapping[Reference, Mapping[Reference, float]]
     """About the bytes that models save with some others as their base."""
-    Fits = Mapping[Reference, Mapping[Reference, Fit]]
-    """How well others serve as the bases of the models to be frozen."""
 
 _MAX_CANDIDATES: Final = 8
 """Models of the same layers, and of other layers, that one model is compared with."""
@@ -88,7 +87,7 @@ class BaseFinder:
             # use as one.
             size = sum(layer.size for layer in layers.values() if layer.digest not in deltas)
             if size > sum(layer.size for layer in layers.values()) / 2:
-                self._groups[_kind(layers)].append(reference)
+                self._groups[kind_of(layers)].append(reference)
 
     def find_bases(
         self, references: Sequence[Reference], *, chains: bool = False
@@ -102,7 +101,7 @@ class BaseFinder:
         fits: dict[Reference, dict[Reference, Fit]] = {}
         for number, reference in enumerate(references, start=1):
             self._report(f"searching for bases: {number} of {len(references)} models")
-            kind = _kind(self._layers.get(reference, {}))
+            kind = kind_of(self._layers.get(reference, {}))
             similar = self._similar_groups(kind)
             texts = set(named_bases(self._store, self._manifests[reference]))
             known = (other for group in similar for other in self._groups[group])
@@ -319,7 +318,8 @@ def named_bases(store: LocalStore, manifest: Manifest) -> Iterator[str]:
                 yield _normalize(name.rpartition("/")[2])
 
 
-def _kind(layers: Layers) -> frozenset[tuple[str, int]]:
+def kind_of(layers: Layers) -> frozenset[tuple[str, int]]:
+    """Return the names and sizes of layers."""
     return frozenset((layer.name, layer.size) for layer in layers.values())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.cold_blobs.base_search import (
     MIN_SIMILAR,
+    kind_of,
     named_bases,
     neighbours,
     normalized_names,
@@ -63,14 +64,18 @@ class SearchedModels:
         Manifests that cannot be read are left out.
         """
         found = dict(chosen)
-        kinds = [_kind(manifest) for manifest in chosen.values()] if with_similar else []
+        kinds = (
+            [kind_of(tensor_layers(manifest)) for manifest in chosen.values()]
+            if with_similar
+            else []
+        )
         for members in self._layouts.values():
             interrupts.check()
             first = next(self._read(members, found), None)
             if first is None:
                 continue
             name, manifest = first
-            kind = _kind(manifest)
+            kind = kind_of(tensor_layers(manifest))
             layers = (layer._replace(digest=Digest("")) for layer in manifest.layers)
             if kind and any(map(is_useful, layers)):
                 found.update(self._read(members, found))
@@ -118,10 +123,6 @@ class SearchedModels:
         for name in chosen.keys() & self.states.keys():
             some.update(neighbours(name, family, age))
         return some
-
-
-def _kind(manifest: Manifest) -> frozenset[tuple[str, int]]:
-    return frozenset((layer.name, layer.size) for layer in tensor_layers(manifest).values())
 
 
 def _size(kind: frozenset[tuple[str, int]]) -> int:

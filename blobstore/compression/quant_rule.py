@@ -20,7 +20,7 @@ from blobstore.core.tensor import DType
 from blobstore.gguf.dequantize import dequantize
 from blobstore.gguf.fill_codes import CODED, codes_of, fill_codes
 from blobstore.gguf.quantize import QUANTIZED, quantize
-from blobstore.gguf.types import TYPES
+from blobstore.gguf.types import NUMBERS, TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,6 @@ SOURCES: Final = {0: DType.F32, 1: DType.F16, 8: DType.U8, 30: DType.BF16}
 """The types of weights, by their numbers in GGUF files. Bytes are blocks of Q8_0."""
 NUMPY_TYPES: Final = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2", DType.U8: "u1"}
 _SOURCE_NUMBERS: Final = {dtype: number for number, dtype in SOURCES.items()}
-_NUMBERS: Final = {kind.name: number for number, kind in TYPES.items()}
 
 
 def size_of_weights(dtype: DType, count: int) -> int:
@@ -181,7 +180,7 @@ class QuantRule(Rule):
     @property
     def number(self) -> int:
         """The number of this type in GGUF files."""
-        return _NUMBERS[self.type_name]
+        return NUMBERS[self.type_name]
 
     @property
     def _fields(self) -> tuple[int, int, int]:

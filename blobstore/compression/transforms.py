@@ -18,7 +18,7 @@ from blobstore.compression.float_planes import (
 from blobstore.compression.scratch import scratch
 from blobstore.core.tensor import DType
 from blobstore.gguf.fill_codes import CODED
-from blobstore.gguf.types import TYPES
+from blobstore.gguf.types import NUMBERS, TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -212,7 +212,7 @@ def predicted_type(number: int) -> DType | None:
 
 
 def _coded(type_name: str, settings: delta.DeltaSettings) -> Transform:
-    number = next(number for number, kind in TYPES.items() if kind.name == type_name)
+    number = NUMBERS[type_name]
     blocks = CodedBlocks(TYPES[number], settings)
     return Transform(
         FIRST_CODED + number, 1, blocks.sizes, blocks.encode, blocks.decode, needs_base=True

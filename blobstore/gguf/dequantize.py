@@ -10,7 +10,7 @@ from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.gguf import iq_quants, k_quants, simple_blocks
-from blobstore.gguf.types import TYPES
+from blobstore.gguf.types import NUMBERS, TYPES
 
 if TYPE_CHECKING:
     from blobstore.gguf.simple_blocks import Decoder
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _DECODERS: Final = {**simple_blocks.DECODERS, **k_quants.DECODERS, **iq_quants.DECODERS}
-_KINDS: Final = {kind.name: kind for kind in TYPES.values()}
 DEQUANTIZED: Final = frozenset(_DECODERS)
 """The names of the types that are decoded."""
 _PIECE: Final = 1 << 18
@@ -50,7 +49,7 @@ def dequantize(type_name: str, blocks: Array, out: Array | None = None) -> Array
             f"tensors of type {quote(type_name)} are not dequantized; expected one of "
             f"{', '.join(sorted(DEQUANTIZED))}"
         )
-    kind = _KINDS[type_name]
+    kind = TYPES[NUMBERS[type_name]]
     if blocks.dtype != np.uint8 or not blocks.ndim or blocks.shape[-1] % kind.size:
         raise UsageError(
             f"blocks of {type_name} are {blocks.dtype} {list(blocks.shape)}, expected uint8 and rows of a "

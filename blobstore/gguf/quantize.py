@@ -19,7 +19,7 @@ import numpy as np
 
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedDType, UsageError
-from blobstore.gguf.types import TYPES
+from blobstore.gguf.types import NUMBERS, TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def quantize(type_name: str, weights: Array, out: Array | None = None) -> Array:
             f"weights are not quantized to type {quote(type_name)}; expected one of "
             f"{', '.join(sorted(QUANTIZED))}"
         )
-    kind = _KINDS[type_name]
+    kind = TYPES[NUMBERS[type_name]]
     is_float = weights.dtype in (np.float32, np.float16, np.uint16) and weights.flags.c_contiguous
     if not is_float or not weights.ndim or weights.shape[-1] % kind.weights:
         raise UsageError(
@@ -279,6 +279,5 @@ _RULES: Final[dict[str, Rule]] = {
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
 }
-_KINDS: Final = {kind.name: kind for kind in TYPES.values()}
 QUANTIZED: Final = frozenset(_RULES)
 """The names of the types that weights are quantized to."""

@@ -62,3 +62,5 @@ TYPES: Final = {
     42: GgufType("Q2_0", 64, 18),
 }
 """By number."""
+NUMBERS: Final = {kind.name: number for number, kind in TYPES.items()}
+"""By name."""

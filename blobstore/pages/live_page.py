@@ -24,7 +24,7 @@ from blobstore.pages.model_view import model_views
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
 from blobstore.pages.weight_statistics import measure_model
-from blobstore.pages.write import page_data
+from blobstore.pages.write import page_data, page_title
 from blobstore.serve.access import Access
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.refusal import Refused
@@ -131,7 +131,7 @@ class LivePage:
     def _page(self, target: Target) -> Response:
         del target
         data = self._data()
-        text = render_page(f"{data['root']} \u2013 blobstore", data, is_live=True)
+        text = render_page(page_title(data), data, is_live=True)
         return bytes_response(text.encode(), media_type="text/html; charset=utf-8")
 
     def _measure(self, target: Target) -> Response:

@@ -79,7 +79,7 @@ def write_page(
     chosen = Reference.all_of(references)
     store = LocalStore.of(store).holder(*chosen)
     data = page_data(store, chosen, measure=measure, jobs=jobs, progress=progress)
-    size = write_page_file(path, render_page(_title(data), data))
+    size = write_page_file(path, render_page(page_title(data), data))
     return Page(path=path, size=size, models=data["store"]["totals"]["models"])
 
 
@@ -125,7 +125,8 @@ def _page_data(
     }
 
 
-def _title(data: dict[str, Any]) -> str:
+def page_title(data: dict[str, Any]) -> str:
+    """Return the title of a page."""
     return f"{data['root']} \u2013 blobstore"
 
 
