@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote, quote_url, shell_word
+from blobstore.core.escape import (
+    MAX_SHOWN,
+    did_you_mean,
+    escape,
+    quote,
+    quote_place,
+    quote_url,
+    shell_word,
+)
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
@@ -114,6 +122,11 @@ def test_suggests_the_nearest_of_many_names() -> None:
 )
 def test_urls_are_shown_without_what_may_be_secret(url: str, shown: str) -> None:
     assert quote_url(url) == shown
+
+
+def test_only_addresses_are_shown_without_what_may_be_secret() -> None:
+    assert quote_place("s3://secret@host/a?secret") == "'s3://host/a'"
+    assert quote_place("a@b?c") == "'a@b?c'"
 
 
 @pytest.mark.parametrize("text", ["a", "it's", "a b", "$(x)", "*", "'; x;'", "", "a\nb", "\u202e"])

@@ -42,12 +42,17 @@ def forged_file(**changes: Any) -> bytes:
     return forged(files=files)
 
 
+REST = b'headerindex{"stored_names":{},"left_out":{}}'
+"""The least data that fits ``RECORD``."""
+
+
 def packed(data: bytes) -> str:
     return base64.b64encode(zstandard.ZstdCompressor().compress(data)).decode()
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
     assert SourceRecord.from_bytes(RECORD.to_bytes()) == RECORD
+    assert SourceRecord.from_bytes(forged(data=packed(REST))).left_out == {}
 
 
 def test_equal_records_have_equal_bytes() -> None:
@@ -107,6 +112,7 @@ def test_a_file_name_that_must_not_be_written_is_damage(name: object) -> None:
         (forged(data=None), r"\$\.data: expected a text"),
         (forged(data="***"), r"\$\.data"),
         (forged(data="AAAA"), r"\$\.data"),
+        (forged(data=base64.b64encode(zstandard.compress(REST) + b"x").decode()), r"\$\.data"),
         (forged(data=packed(b"")), r"\$\.data: declares 0 bytes, for 11 bytes of files"),
         (forged(data=packed(b"headerindex")), "names of the stored tensors"),
         (forged(data=packed(b"headerindex[]")), "names of the stored tensors"),

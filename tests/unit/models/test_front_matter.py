@@ -77,6 +77,8 @@ def test_what_is_read_is_what_yaml_says() -> None:
         "'not closed",
         '"closed" and more',
         '"\\x1b[31m"',
+        '"\\u001b[31m"',
+        "mit\n- gpl",
         "a: b",
         "@text",
         "x" * 501,

@@ -15,11 +15,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.slicing import select
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import (
-    BlobDamaged,
-    BlobMissing,
-    StoreError,
-)
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models import slice_bytes
@@ -27,6 +23,7 @@ from blobstore.models.header_index import TensorLocation
 from blobstore.models.slice_bytes import read_slice, view_slice
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.safetensors.numpy import as_array
+from blobstore.store.blob_ranges import LoadedRanges
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.descriptors import open_files
@@ -100,9 +97,10 @@ FILE_INDEXES: list[Any] = [
 def test_reads_a_part(file_store: LocalStore, index: Any, size: int) -> None:
     array = random(6, 5, size)
     stored = store_array(file_store, array)
-    data, spec = read_slice(file_store, *stored, select(stored.spec, index))
-    assert spec.shape == array[index].shape
-    np.testing.assert_array_equal(as_array(data, 0, spec), array[index])
+    for loaded in (None, LoadedRanges({})):  # of other blobs, which are not local
+        data, spec = read_slice(file_store, *stored, select(stored.spec, index), loaded)
+        assert spec.shape == array[index].shape
+        np.testing.assert_array_equal(as_array(data, 0, spec), array[index])
 
 
 def test_adjacent_rows_are_one_request(file_store: LocalStore, reads: Reads) -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidSignature
-from blobstore.signatures.cosign import parse_signature, payload, tag_of, write_signature
+from blobstore.manifests.media_types import LOCAL_MANIFEST
+from blobstore.signatures.cosign import (
+    MAX_PAYLOAD,
+    parse_signature,
+    payload,
+    tag_of,
+    write_signature,
+)
 from tests.support.signing import CURVES, private_key
 
 MANIFEST = Digest.of(b"manifest")
@@ -79,6 +86,20 @@ def test_rejects_a_malformed_payload(change: Callable[[Any], object]) -> None:
 def test_rejects_a_payload_of_another_form(content: bytes) -> None:
     with pytest.raises(InvalidSignature):
         parse_signature(write_signature(content, b""))
+
+
+def test_a_subject_names_the_manifest_of_the_model_if_it_is_what_is_signed() -> None:
+    subject = json.dumps({"annotations": {LOCAL_MANIFEST: str(MANIFEST)}}).encode()
+    signed = payload("model", Digest.of(subject), 7)
+    found = parse_signature(write_signature(signed, b"", subject))
+    assert (found.manifest, found.stated) == (MANIFEST, Digest.of(subject))
+    with pytest.raises(InvalidSignature, match="the subject is not the manifest"):
+        parse_signature(write_signature(signed, b"", subject + b" "))
+
+
+def test_rejects_a_payload_that_is_too_large() -> None:
+    with pytest.raises(InvalidSignature, match="payload: 65537 bytes are over 65536"):
+        parse_signature(write_signature(bytes(MAX_PAYLOAD + 1), b""))
 
 
 @pytest.mark.parametrize("created", [-1, 2**60, 1.5, "now", True, None])
