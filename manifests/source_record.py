@@ -155,8 +155,8 @@ class SourceRecord:
             recorded = RecordedFile(
                 file["name"], file["format"], file["size"], start, digest, role=file.get("role", "")
             )
-            if len(start) < held or files.setdefault(recorded.name, recorded) is not recorded:
-                raise BlobDamaged(f"$.files: {quote(recorded.name)} occurs twice, or has no data")
+            if files.setdefault(recorded.name, recorded) is not recorded:
+                raise BlobDamaged(f"$.files: {quote(recorded.name)} occurs twice")
         stored_names, left_out, gaps = _parsed_rest(data[offset:])
         for name, found in gaps.items():
             if name not in files or files[name].format != "gguf":
