@@ -20,7 +20,13 @@ from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.registry.layouts.plan import FOLDER, RemotePlan, folder_files, remote_manifest
+from blobstore.registry.layouts.plan import (
+    FOLDER,
+    RemotePlan,
+    descriptor,
+    folder_files,
+    remote_manifest,
+)
 from blobstore.registry.layouts.tar import ROOT, TAR_END, TarLayer, padding, tar_entries, tar_header
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 
@@ -106,12 +112,7 @@ def plan_image(
     configs = [_config(name, [digest for digest, _ in listed], metadata) for name in ARCHITECTURES]
     images = [_image(config, listed, annotations) for config in configs]
     entries = [
-        {
-            "mediaType": OCI_MANIFEST,
-            "digest": str(image.digest),
-            "size": len(image.data),
-            "platform": {"architecture": name, "os": "linux"},
-        }
+        descriptor(OCI_MANIFEST, image.data) | {"platform": {"architecture": name, "os": "linux"}}
         for name, image in zip(ARCHITECTURES, images, strict=True)
     ]
     index = {
@@ -148,15 +149,10 @@ def _config(architecture: str, layers: Sequence[Digest], metadata: ModelMetadata
 def _image(
     config: bytes, layers: Iterable[tuple[Digest, int]], annotations: Mapping[str, str]
 ) -> RemoteManifest:
-    described = {
-        "mediaType": IMAGE_CONFIG,
-        "digest": str(Digest.of(config)),
-        "size": len(config),
-    }
     value = {
         "schemaVersion": 2,
         "mediaType": OCI_MANIFEST,
-        "config": described,
+        "config": descriptor(IMAGE_CONFIG, config),
         "layers": [
             {"mediaType": TAR_LAYER, "digest": str(digest), "size": size} for digest, size in layers
         ],

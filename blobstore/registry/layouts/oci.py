@@ -22,6 +22,7 @@ from blobstore.registry.layouts.plan import (
     MODEL_CONFIG,
     TITLE,
     RemotePlan,
+    descriptor,
     folder_files,
     remote_manifest,
 )
@@ -60,7 +61,7 @@ def plan_oci(
     manifest = manifest or Manifest.from_bytes(data)
     files = folder_files(data, manifest, metadata)
     config = model_config(metadata, files)
-    described = _descriptor(MODEL_CONFIG, config)
+    described = descriptor(MODEL_CONFIG, config)
     annotations = {media_types.LOCAL_MANIFEST: str(Digest.of(data))}
     parts = [files[begin : begin + max_layers] for begin in range(0, len(files), max_layers)]
     manifests = [_part(described, part, annotations) for part in parts]
@@ -103,14 +104,10 @@ def _index(parts: Sequence[RemoteManifest], annotations: dict[str, str]) -> Remo
     value = {
         "schemaVersion": 2,
         "mediaType": OCI_INDEX,
-        "manifests": [_descriptor(OCI_MANIFEST, part.data) for part in parts],
+        "manifests": [descriptor(OCI_MANIFEST, part.data) for part in parts],
         "annotations": annotations,
     }
     return remote_manifest(OCI_INDEX, value)
-
-
-def _descriptor(media_type: str, content: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": str(Digest.of(content)), "size": len(content)}
 
 
 def model_config(metadata: ModelMetadata, files: Sequence[FolderFile]) -> bytes:

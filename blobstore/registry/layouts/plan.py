@@ -159,6 +159,11 @@ class _Paths:
         raise AssertionError
 
 
+def descriptor(media_type: str, content: bytes) -> dict[str, Any]:
+    """Return what a manifest says of a document."""
+    return {"mediaType": media_type, "digest": str(Digest.of(content)), "size": len(content)}
+
+
 def remote_manifest(media_type: str, value: Mapping[str, Any]) -> RemoteManifest:
     """Return a manifest with its canonical bytes.
 

@@ -51,7 +51,23 @@ def test_every_path_inside_a_store_is_refused(written: LocalStore, path: Path) -
 def test_a_path_next_to_a_store_is_free(written: LocalStore, tmp_path: Path) -> None:
     assert not refused(tmp_path / "model.safetensors")
     assert not refused(written.root / "model.safetensors")
-    assert not refused(tmp_path / "blobs" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("folders", "is_store"),
+    [
+        (("blobs",), False),
+        (("manifests", ".blobstore"), False),
+        (("blobs", "manifests"), True),
+        (("blobs", ".blobstore"), True),
+    ],
+)
+def test_a_store_has_blobs_and_another_folder(
+    tmp_path: Path, folders: tuple[str, ...], is_store: bool
+) -> None:
+    for name in folders:
+        (tmp_path / name).mkdir()
+    assert [refused(tmp_path / name / "x") for name in folders] == [is_store] * len(folders)
 
 
 def test_a_folder_that_links_into_a_store_is_inside_it(
