@@ -1,8 +1,8 @@
 """Limits of documents from untrusted remotes, and how their bytes are collected.
 
-A number in a document allocates nothing. Memory grows with the bytes that arrive, up to the limit of
-one document, and up to the limit of all documents of a kind that one command reads from one remote. All
-documents that a process has at the same time share one budget of memory, too.
+A number in a document allocates nothing: memory grows with the bytes that arrive. One document has a limit, and
+so have all documents of a kind that one command reads from one remote. All documents that a process has at the
+same time share one budget of memory, too.
 """
 
 from __future__ import annotations

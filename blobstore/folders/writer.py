@@ -1,8 +1,8 @@
 """Writes the weight files of a folder from blobs, in a folder that appears complete or not at all.
 
 Each blob is one job of a thread pool. It is read once, from start to end, and each tensor is written
-to its offset in a file. So the digest is computed on the way, even if the tensors of a blob are
-scattered over many files (stacked experts are), and a damaged blob is found before the folder gets
+to its offset in a file. The digest is computed on the way, even if the tensors of a blob are
+scattered over many files, as stacked experts are. So a damaged blob is found before the folder gets
 its name. A file whose own digest is known is one job instead, written from start to end. Each thread
 needs one buffer.
 """

@@ -128,7 +128,7 @@ class Transport:
         ``on_error`` is called with the error that keeps a hint from being answered.
 
         Raises:
-            RemoteError: the registry cannot be reached; or the request is no hint, and the registry refuses it,
+            RemoteError: the registry cannot be reached; or the request is not a hint, and the registry refuses it,
                 fails or sends more.
         """
         rule = request.rule

@@ -240,7 +240,7 @@ class ObjectClient:
         self._is_proven = True
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are absent are no error."""
+        """Delete objects; absent ones are ignored."""
 
         def send() -> None:
             self._api.delete(self._writer(), key)

@@ -311,9 +311,9 @@ class RegistryClient:
     ) -> Generator[bytes, None, None]:
         """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
 
-        If the connection is lost, it goes on with the next byte on another one. With ``size``, the
-        size of the blob, all of it is one plain request, which caches between here and the registry
-        can answer, and a blob of another size is found before its bytes.
+        If the connection is lost, it goes on with the next byte on another one. With the ``size`` of
+        the blob, all of it is one plain request, which caches between here and the registry can
+        answer. A blob of another size is then found before its bytes.
 
         Raises:
             BlobMissing: the registry does not have it.

@@ -5,9 +5,10 @@ read. Nothing is deleted by it alone: see :meth:`.ReachableBlobs.prove`. The fil
 damaged, and each user has one that nobody else may write. A process that has read manifests that are not in it
 replaces it.
 
-Blobs have numbers, in the order in which they were met. After a line with a checksum come five counts, then for all
-blobs by number their digests, their sizes and how many of the manifests reference them, a record for each manifest,
-the numbers that the manifests reference, and the listings of folders. The memory has the same tables.
+Blobs have numbers, in the order in which they were met. After a line with a checksum come five counts and the tables.
+They have, for all blobs by number, their digests, their sizes and how many of the manifests reference them. A record
+for each manifest, the numbers that the manifests reference, and the listings of folders follow. The memory has the
+same tables.
 """
 
 from __future__ import annotations
