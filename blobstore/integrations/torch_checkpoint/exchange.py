@@ -11,18 +11,19 @@ import contextlib
 import itertools
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from blobstore.core.workers import Cancelled
-from blobstore.integrations.torch_checkpoint.windows import parts_of, rounds_of
+from blobstore.integrations.torch_checkpoint.windows import Window, parts_of, rounds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from blobstore.integrations.torch_checkpoint.windows import Box, Window
+    from blobstore.integrations.torch_checkpoint.windows import Box, Part
+
+    Bytes = TypeVar("Bytes", Window, Part)
 
 
 class FirstError:
@@ -40,42 +41,12 @@ class FirstError:
             self.error = self.error or error
 
 
-class Windows:
-    """The stream of bytes of an owner, which one thread writes and another one reads, a window behind."""
-
-    def __init__(self) -> None:
-        self._arrived: queue.Queue[memoryview | None] = queue.Queue(maxsize=1)
-        self._current = memoryview(b"")
-
-    def put(self, window: memoryview | None) -> None:
-        """Add a window; None at the end. Waits until the one before it is being read."""
-        self._arrived.put(window)
-
-    def take(self, size: int) -> Iterator[memoryview]:
-        """Yield the next ``size`` bytes. Raises Cancelled if the stream ends before."""
-        while size:
-            if not self._current:
-                window = self._arrived.get()
-                if window is None:
-                    self._arrived.put(None)
-                    raise Cancelled("the exchange with other ranks has ended early")
-                self._current = window
-            piece, self._current = self._current[:size], self._current[size:]
-            size -= len(piece)
-            yield piece
-
-    def drain(self) -> None:
-        """Read what is left, so that nobody waits."""
-        while self._arrived.get() is not None:
-            pass
-
-
 def exchange(
     group: dist.ProcessGroup | None,
     streams: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
     chunks: Sequence[Mapping[str, Sequence[Box]]],
-    read: Callable[[Window], torch.Tensor],
-    consume: Callable[[Windows], None],
+    read: Callable[[Part], torch.Tensor],
+    consume: Callable[[Iterator[memoryview]], None],
     first: FirstError,
     *,
     window: int,
@@ -87,7 +58,7 @@ def exchange(
         streams: the keys and shapes of the tensors of each owner, in the order of its bytes.
         chunks: what each rank has: of all tensors for this rank, of those that this rank owns for others.
         read: returns the bytes of a part of this rank.
-        consume: reads all of the stream of this rank, on another thread.
+        consume: reads all of the stream of this rank, on another thread: pieces in order, of one tensor each.
         first: keeps the first error of ``read`` and ``consume``.
         window: bytes that an owner gets in a round, at most.
 
@@ -96,14 +67,16 @@ def exchange(
     """
     rank = dist.get_rank(group)
     device = _device(group)
-    incoming = Windows()
+    arrived: queue.Queue[list[memoryview] | None] = queue.Queue(maxsize=1)
+    incoming = itertools.chain.from_iterable(iter(arrived.get, None))
 
     def receive() -> None:
         with first.kept():
             consume(incoming)
-        incoming.drain()
+        for _ in incoming:  # what is left, so that nobody waits
+            pass
 
-    def copy(part: Window, target: torch.Tensor) -> None:
+    def copy(part: Part, target: torch.Tensor) -> None:
         with first.kept():
             if first.error is None:
                 target.copy_(read(part))
@@ -124,15 +97,15 @@ def exchange(
                     received, sent, list(map(_size, coming)), list(map(_size, parts)), group=group
                 )
                 if windows[rank]:
-                    memory = torch.empty(_size(windows[rank]), dtype=torch.uint8)
-                    targets = _Targets(windows[rank], memory)
+                    memory = _buffer([windows[rank]], torch.device("cpu"))
+                    places = dict(_places([windows[rank]], memory))
                     for part in own:
-                        copy(part, targets.of(part))
+                        copy(part, _target(part, places))
                     for part, data in _places(coming, received):
-                        targets.of(part).copy_(data)
-                    incoming.put(memory.numpy().data)
+                        _target(part, places).copy_(data)
+                    arrived.put([place.view(-1).numpy().data for place in places.values()])
         finally:
-            incoming.put(None)
+            arrived.put(None)
         receiving.result()
 
 
@@ -150,17 +123,17 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _size(parts: Iterable[Window]) -> int:
+def _size(parts: Iterable[Window | Part]) -> int:
     return sum(part.box.nbytes for part in parts)
 
 
-def _buffer(parts: Sequence[Sequence[Window]], device: torch.device) -> torch.Tensor:
+def _buffer(parts: Sequence[Sequence[Window | Part]], device: torch.device) -> torch.Tensor:
     return torch.empty(sum(map(_size, parts)), dtype=torch.uint8, device=device)
 
 
 def _places(
-    parts: Sequence[Sequence[Window]], buffer: torch.Tensor
-) -> Iterator[tuple[Window, torch.Tensor]]:
+    parts: Sequence[Sequence[Bytes]], buffer: torch.Tensor
+) -> Iterator[tuple[Bytes, torch.Tensor]]:
     """Yield where each part lies in a buffer that has the parts of all ranks, one after the other."""
     begin = 0
     for part in itertools.chain.from_iterable(parts):
@@ -169,17 +142,6 @@ def _places(
         begin = end
 
 
-class _Targets:
-    """Where the parts of windows belong in their memory."""
-
-    def __init__(self, windows: Sequence[Window], memory: torch.Tensor) -> None:
-        self._windows: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for window, place in _places([windows], memory):
-            self._windows.setdefault(window.key, []).append((window.box, place))
-
-    def of(self, part: Window) -> torch.Tensor:
-        """Return the memory of a part, which lies within one window."""
-        for box, place in self._windows[part.key]:
-            if box.intersection(part.box) == part.box:
-                return place[part.box.within(box)]
-        raise AssertionError
+def _target(part: Part, places: Mapping[Window, torch.Tensor]) -> torch.Tensor:
+    """Return where a part belongs in the memory of its window."""
+    return places[Window(part.key, part.window)][part.box.within(part.window)]

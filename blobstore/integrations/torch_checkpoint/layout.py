@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.integrations.torch_checkpoint.windows import Window
+    from blobstore.integrations.torch_checkpoint.windows import Part
     from blobstore.operations.create.step import StepPlan
     from blobstore.planning.grouping import BlobPlan
 
@@ -219,13 +219,9 @@ class RankState:
             encode(value, key, KINDS)
         return found
 
-    def bytes_of(self, part: Window) -> torch.Tensor:
+    def bytes_of(self, part: Part) -> torch.Tensor:
         """Return the bytes of a part that this rank has."""
-        key, box = part
-        for chunk in self.boxes[key]:
-            if chunk.intersection(box) == box:
-                return self._resolve(key, chunk)[box.within(chunk)]
-        raise AssertionError
+        return self._resolve(part.key, part.chunk)[part.box.within(part.chunk)]
 
     def read(self, key: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor that this rank has completely, each valid until the next one."""

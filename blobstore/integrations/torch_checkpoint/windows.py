@@ -114,13 +114,23 @@ def rounds_of(tensors: Iterable[tuple[str, tuple[int, ...]]], limit: int) -> Ite
         yield found
 
 
-def parts_of(windows: Iterable[Window], chunks: Mapping[str, Sequence[Box]]) -> Iterator[Window]:
+class Part(NamedTuple):
+    """What one rank has of a window."""
+
+    key: str
+    box: Box
+    window: Box
+    chunk: Box
+    """The part of the tensor that the rank has."""
+
+
+def parts_of(windows: Iterable[Window], chunks: Mapping[str, Sequence[Box]]) -> Iterator[Part]:
     """Yield the parts of some windows that one rank has in its chunks, in the order in which it sends them."""
     for key, box in windows:
         for chunk in chunks.get(key, ()):
             found = box.intersection(chunk)
             if found is not None:
-                yield Window(key, found)
+                yield Part(key, found, box, chunk)
 
 
 def choose_owners(

@@ -13,7 +13,7 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from blobstore.core.escape import quote
-from blobstore.core.workers import WorkerPool, check_jobs
+from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
 from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
@@ -40,13 +40,12 @@ from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future as Freezing
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from blobstore.integrations.torch_checkpoint.exchange import Windows
     from blobstore.integrations.torch_checkpoint.layout import GatheredBlob
     from blobstore.operations.create.places import Place, StepBlobs, StepImport
     from blobstore.operations.create.save import File
@@ -69,52 +68,72 @@ class _Written:
     values: dict[str, Any]
 
 
-class _Blobs:
-    """Adds the blobs of one rank to an import."""
+class _Rank:
+    """Writes the blobs that one rank owns, and sends others what they need of this rank."""
 
     def __init__(
         self,
         task: RankTask,
         state: RankState,
         ingest: StepBlobs,
-        added: dict[str, Ingested],
-        jobs: int,
+        group: dist.ProcessGroup | None,
+        jobs: int | None,
     ) -> None:
         self._task = task
         self._state = state
-        self._jobs = jobs
-        self.ingest = ingest
-        self.shared = ingest if isinstance(ingest, Ingest) else None
-        self.added = added
+        self._ingest = ingest
+        self._group = group
+        self._jobs = jobs or max(1, (os.cpu_count() or 1) // task.world)
+        self.added: dict[str, Ingested] = {}
 
-    def pool(self) -> WorkerPool:
+    def _pool(self) -> WorkerPool:
         """Return the threads for one kind of work."""
         return WorkerPool(self._jobs, None, 0)
 
-    def write_parts(
-        self, ingest: Ingest, blobs: Sequence[GatheredBlob], files: Mapping[str, str]
-    ) -> None:
-        """Write what this rank has of files that several ranks write, by their blobs."""
+    def gather(self, unchanged: Unchanged, first: FirstError, window: int) -> None:
+        """Bring the parts of blobs to their owners, but for those of blobs that have not changed."""
+        task, state, ingest = self._task, self._state, self._ingest
+        every = [blob for its in task.streams for blob in its]
+        if not every:
+            return
+        votes = [False] * len(every)
+        own = {blob.name for blob in task.gathered}
+        with first.kept():
+            votes = unchanged.look(task.previous, every, own, state, ingest.find, self._pool())
+        is_here = isinstance(ingest, Ingest) and ingest.machine_folder == task.folder != ""
+        *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
+        kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
+        unchanged.settle(kept)
+        self.added.update(unchanged.found)
+        rows = [blob for blob in every if is_one_machine and blob.is_rows and blob.name not in kept]
+        files = {blob.name: f"{task.token}.{index}" for index, blob in enumerate(rows)}
+        without = kept.union(files)
 
         def write(blob: GatheredBlob) -> None:
-            ingest.write_parts(files[blob.name], self._state.parts(blob))
-
-        self.pool().run(blobs, write)
-
-    def add_parts(self, ingest: Ingest, files: Mapping[str, str]) -> None:
-        """Add the files that this rank owns, when all ranks have written."""
+            cast("Ingest", ingest).write_parts(files[blob.name], state.parts(blob))
 
         def add(blob: BlobPlan) -> None:
-            self.added[blob.name] = ingest.add_parts(files[blob.name], blob.size, blob.header)
+            shared = cast("Ingest", ingest)
+            self.added[blob.name] = shared.add_parts(files[blob.name], blob.size, blob.header)
 
-        self.pool().run([blob for blob in self._task.gathered if blob.name in files], add)
+        def consume(incoming: Iterator[memoryview]) -> None:
+            for blob in task.gathered:
+                if blob.name not in without:
+                    buffers = functools.partial(_stream, blob, incoming)
+                    self.added[blob.name] = ingest.add(blob.size, buffers, once=True)
 
-    def gather(self, incoming: Windows, without: Collection[str]) -> None:
-        """Add the blobs whose bytes come from several ranks."""
-        for blob in self._task.gathered:
-            if blob.name not in without:
-                buffers = functools.partial(_stream, blob, incoming)
-                self.added[blob.name] = self.ingest.add(blob.size, buffers, once=True)
+        with first.kept():
+            self._pool().run(rows, write)
+        streams = [
+            [tensor for blob in its if blob.name not in without for tensor in blob.tensors]
+            for its in task.streams
+        ]
+        chunks = list(task.chunks)
+        chunks[task.rank] = state.boxes
+        exchange(self._group, streams, chunks, state.bytes_of, consume, first, window=window)
+        if files and all(all_agree(self._group, [first.error is None])):
+            with first.kept():
+                self._pool().run([blob for blob in task.gathered if blob.name in files], add)
 
     def copy(self) -> None:
         """Add the blobs whose bytes this rank has. All are durable then."""
@@ -123,10 +142,10 @@ class _Blobs:
             return self._state.read(self._task.keys[recipe.spec.name])
 
         def add(blob: BlobPlan) -> None:
-            self.added[blob.name] = self.ingest.add(blob.size, lambda: blob.buffers(read))
+            self.added[blob.name] = self._ingest.add(blob.size, lambda: blob.buffers(read))
 
-        self.pool().run(self._task.local, add)
-        self.ingest.sync()
+        self._pool().run(self._task.local, add)
+        self._ingest.sync()
 
 
 class StoreWriter(StorageWriter, AsyncStager):
@@ -296,80 +315,37 @@ class StoreWriter(StorageWriter, AsyncStager):
         return future
 
     def _write(self, task: RankTask, plan: SavePlan, planner: SavePlanner) -> _Written:
-        self._check_group(task.world)
-        first = FirstError()
-        state = RankState(plan.items, planner, self._window)
-        written = _Written(rank=task.rank, added={}, values={})
-        jobs = self._jobs or max(1, (os.cpu_count() or 1) // task.world)
-        with contextlib.ExitStack() as stack:
-            blobs: _Blobs | None = None
-            with first.kept():
-                written.values.update(state.values())
-                blobs = _Blobs(task, state, self._joined(task, stack), written.added, jobs)
-            if task.world > 1:
-                self._gather(task, state, blobs, first)
-            with first.kept():
-                if blobs is not None and first.error is None:
-                    blobs.copy()
-        is_complete = first.error is None
-        if task.world > 1:
-            is_complete = all(all_agree(self._group, [is_complete]))
-        if first.error is not None:
-            raise first.error
-        if is_complete:
-            self._unchanged.remember(task.token, written.added)
-        else:  # the other rank reports why
-            self._end()
-        return written
-
-    def _gather(
-        self, task: RankTask, state: RankState, blobs: _Blobs | None, first: FirstError
-    ) -> None:
-        """Bring the parts of blobs to their owners, but for those of blobs that have not changed."""
-        every = [blob for its in task.streams for blob in its]
-        if not every:
-            return
-        votes = [False] * len(every)
-        own = {blob.name for blob in task.gathered}
-        with first.kept():
-            if blobs is not None:
-                find, pool = blobs.ingest.find, blobs.pool()
-                votes = self._unchanged.look(task.previous, every, own, state, find, pool)
-        shared = None if blobs is None else blobs.shared
-        is_here = shared is not None and shared.machine_folder == task.folder != ""
-        *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
-        kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
-        self._unchanged.settle(kept)
-        rows = [blob for blob in every if is_one_machine and blob.is_rows and blob.name not in kept]
-        files = {blob.name: f"{task.token}.{index}" for index, blob in enumerate(rows)}
-        without = kept.union(files)
-        if blobs is not None:
-            blobs.added.update(self._unchanged.found)
-            if shared is not None:
-                with first.kept():
-                    blobs.write_parts(shared, rows, files)
-
-        def gather(incoming: Windows) -> None:
-            if blobs is not None:
-                blobs.gather(incoming, without)
-
-        streams = [
-            [tensor for blob in its if blob.name not in without for tensor in blob.tensors]
-            for its in task.streams
-        ]
-        chunks = list(task.chunks)
-        chunks[task.rank] = state.boxes
-        exchange(self._group, streams, chunks, state.bytes_of, gather, first, window=self._window)
-        if files and all(all_agree(self._group, [first.error is None])) and blobs and shared:
-            with first.kept():
-                blobs.add_parts(shared, files)
-
-    def _check_group(self, world: int) -> None:
-        if world > 1 and dist.get_world_size(self._group) != world:
+        if task.world > 1 and dist.get_world_size(self._group) != task.world:
             raise UsageError(
-                f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {world} save",
+                f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {task.world} save",
                 advice="pass the same process_group to StoreWriter and to save",
             )
+
+        def is_well() -> bool:
+            """Return whether no rank has failed."""
+            votes = [first.error is None]
+            return all(all_agree(self._group, votes) if task.world > 1 else votes)
+
+        first = FirstError()
+        state = RankState(plan.items, planner, self._window)
+        with contextlib.ExitStack() as stack:
+            with first.kept():
+                values = state.values()
+                rank = _Rank(task, state, self._joined(task, stack), self._group, self._jobs)
+            if is_well():  # and so all ranks can take part
+                if task.world > 1:
+                    rank.gather(self._unchanged, first, self._window)
+                with first.kept():
+                    if first.error is None:
+                        rank.copy()
+        is_complete = is_well()
+        if first.error is not None:
+            raise first.error
+        if not is_complete:  # the other rank reports why
+            self._end()
+            return _Written(rank=task.rank, added={}, values={})
+        self._unchanged.remember(task.token, rank.added)
+        return _Written(rank=task.rank, added=rank.added, values=values)
 
     def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> StepBlobs:
         """Return the import of the step, of which other ranks are workers."""
@@ -438,7 +414,13 @@ def _freeze_earlier(store: LocalStore, newest: Sequence[Reference], jobs: int | 
         warnings.warn(f"steps before {newest[-1]} were not frozen: {error}", stacklevel=1)
 
 
-def _stream(blob: BlobPlan, incoming: Windows) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a blob, whose tensors come from several ranks."""
+def _stream(blob: BlobPlan, incoming: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a blob, whose tensors come from several ranks. Raises Cancelled if they do not."""
     yield blob.header
-    yield from incoming.take(blob.size - len(blob.header))
+    left = blob.size - len(blob.header)
+    while left:
+        piece = next(incoming, None)
+        if piece is None:
+            raise Cancelled("the exchange with other ranks has ended early")
+        left -= len(piece)
+        yield piece

@@ -8,6 +8,7 @@ import pytest
 
 from blobstore.integrations.torch_checkpoint.windows import (
     Box,
+    Part,
     Window,
     begin_of_rows,
     box_of_bytes,
@@ -50,11 +51,11 @@ def test_rounds_join_small_tensors_and_divide_large_ones() -> None:
 
 
 def test_parts_are_what_a_rank_has_of_windows() -> None:
-    chunks = {"a": [Box((0, 0), (4, 3)), Box((0, 6), (4, 2))]}
+    one, other = Box((0, 0), (4, 3)), Box((0, 6), (4, 2))
     windows = [Window("a", Box((1, 0), (2, 8))), Window("b", Box((0,), (5,)))]
-    assert list(parts_of(windows, chunks)) == [
-        Window("a", Box((1, 0), (2, 3))),
-        Window("a", Box((1, 6), (2, 2))),
+    assert list(parts_of(windows, {"a": [one, other]})) == [
+        Part("a", Box((1, 0), (2, 3)), windows[0].box, one),
+        Part("a", Box((1, 6), (2, 2)), windows[0].box, other),
     ]
 
 
