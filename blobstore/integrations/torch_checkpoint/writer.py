@@ -7,7 +7,6 @@ gives the step its names. Until then nothing of it can be seen, and if a process
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import warnings
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from blobstore.integrations.torch_checkpoint.layout import GatheredBlob
-    from blobstore.operations.create.places import Place, StepBlobs, StepImport
+    from blobstore.operations.create.places import Place, StepBlobs
     from blobstore.operations.create.save import File
     from blobstore.planning.grouping import BlobPlan
     from blobstore.quantization.recipes import Recipe
@@ -213,8 +212,8 @@ class StoreWriter(StorageWriter, AsyncStager):
         self._freezing: Freezing[None] | None = None
         self._reference: Reference | None = None
         self._place: Place | None = None
-        self._import: StepImport | None = None
         self._plan: StepPlan | None = None
+        """The plan of the step that has begun, on the coordinator."""
         self._unchanged = Unchanged()
         self._staging = Staging()
         self._window = _WINDOW
@@ -277,13 +276,12 @@ class StoreWriter(StorageWriter, AsyncStager):
                 advice="use a planner without enable_plan_caching",
             )
         layout = Layout(plans)
-        self._plan = step = StepPlan(
-            layout.specs, model=self._model, files=self._files, metrics=self.metrics
-        )
-        self._import = self._opened.begin(step, self._named)
-        own = self._import.blobs
-        folder = own.machine_folder if isinstance(own, Ingest) else ""
-        tasks = layout.tasks(step, self._import.name, folder, self._unchanged.token)
+        step = StepPlan(layout.specs, model=self._model, files=self._files, metrics=self.metrics)
+        place = self._opened
+        name = place.begin(step, self._named)
+        self._plan = step
+        folder = place.blobs.machine_folder if isinstance(place.blobs, Ingest) else ""
+        tasks = layout.tasks(step, name, folder, self._unchanged.token)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -308,6 +306,8 @@ class StoreWriter(StorageWriter, AsyncStager):
             self._unchanged.forget()
             self._end()
             raise
+        if self._plan is None:  # only the coordinator goes on
+            self._end()
         self._staging.is_free = True
         result = WriteResult(MetadataIndex(f"rank {task.rank}"), 0, written)
         future: Future[list[WriteResult]] = Future()
@@ -328,16 +328,17 @@ class StoreWriter(StorageWriter, AsyncStager):
 
         first = FirstError()
         state = RankState(plan.items, planner, self._window)
-        with contextlib.ExitStack() as stack:
+        with first.kept():
+            values = state.values()
+            if self._plan is None:
+                self._opened.join(task.ingest)
+            rank = _Rank(task, state, self._opened.blobs, self._group, self._jobs)
+        if is_well():  # and so all ranks can take part
+            if task.world > 1:
+                rank.gather(self._unchanged, first, self._window)
             with first.kept():
-                values = state.values()
-                rank = _Rank(task, state, self._joined(task, stack), self._group, self._jobs)
-            if is_well():  # and so all ranks can take part
-                if task.world > 1:
-                    rank.gather(self._unchanged, first, self._window)
-                with first.kept():
-                    if first.error is None:
-                        rank.copy()
+                if first.error is None:
+                    rank.copy()
         is_complete = is_well()
         if first.error is not None:
             raise first.error
@@ -346,12 +347,6 @@ class StoreWriter(StorageWriter, AsyncStager):
             return _Written(rank=task.rank, added={}, values={})
         self._unchanged.remember(task.token, rank.added)
         return _Written(rank=task.rank, added=rank.added, values=values)
-
-    def _joined(self, task: RankTask, stack: contextlib.ExitStack) -> StepBlobs:
-        """Return the import of the step, of which other ranks are workers."""
-        if self._import is not None:
-            return self._import.blobs
-        return self._opened.join(task.ingest, stack)
 
     @property
     def _named(self) -> Reference:
@@ -372,8 +367,8 @@ class StoreWriter(StorageWriter, AsyncStager):
             NameTaken: another process gave one of them another model in the meantime.
             StoreError, StoreBusy: the store cannot be written, or the disk is full.
         """
-        step, plan = self._import, self._plan
-        if step is None or plan is None:
+        place, plan = self._place, self._plan
+        if place is None or plan is None:
             raise BlobstoreError("another rank failed to write its part of the step")
         added: dict[str, Ingested] = {}
         values: dict[str, Any] = {key: StoredName(name) for name, key in plan.keys.items()}
@@ -382,12 +377,12 @@ class StoreWriter(StorageWriter, AsyncStager):
             for name, item in result.storage_data.added.items():
                 added[name] = item
                 if result.storage_data.rank != self._rank:
-                    step.adopt(item)
+                    place.adopt(item)
         paths = dict(metadata.planner_data or {})
         state = nested([(tuple(paths.get(key, (key,))), value) for key, value in values.items()])
         try:
-            with self._opened.checked():
-                step.publish(added, encode_state(state, KINDS))
+            with place.checked():
+                place.publish(plan, added, encode_state(state, KINDS))
             if self._keep == "delta" and (self._freezing is None or self._freezing.done()):
                 thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-freeze")
                 self._freezing = thread.submit(
@@ -398,9 +393,9 @@ class StoreWriter(StorageWriter, AsyncStager):
             self._end()
 
     def _end(self) -> None:
-        if self._import is not None:
-            self._import.close()
-        self._import = self._plan = None
+        if self._place is not None:
+            self._place.close()
+        self._place = self._plan = None
 
 
 def _freeze_earlier(store: LocalStore, newest: Sequence[Reference], jobs: int | None) -> None:

@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from blobstore.store.ingest import Buffers, Ingest
     from blobstore.store.local import StoreLike
 
-    _Published = tuple[list[Manifest], bool]
-    # Those of object storage do what those of folders say.
+    # What is in object storage does what that of folders says.
     Place: TypeAlias = "_Folder | _Objects"
-    StepImport: TypeAlias = "_FolderImport | _ObjectImport"
     StepBlobs: TypeAlias = "Ingest | _ObjectBlobs"
 
 _CHUNK = 8 << 20
@@ -56,57 +54,53 @@ def can_be_step(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 def open_place(store: StoreLike) -> Place:
-    """Return the store of steps at a folder or an address. Raises InvalidReference, or as :class:`ObjectStore`."""
+    """Return where one step can be written, of a folder or an address. Raises InvalidReference, or as :class:`ObjectStore`."""
     if is_address(store):
         return _Objects(ObjectStore(StoreAddress.parse(str(store))))
     return _Folder(LocalStore.of(store))
 
 
 class _Folder:
-    """A store in a folder."""
+    """A step in a folder. Nothing has a name before all of it has."""
+
+    blobs: Ingest
+    """Adds blobs, when the import has begun or was joined."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
+        self._open = contextlib.ExitStack()
 
-    def begin(self, plan: StepPlan, reference: Reference) -> _FolderImport:
-        """Begin the import of a step, on the coordinator."""
-        return _FolderImport(self._store, plan, reference)
+    def begin(self, plan: StepPlan, reference: Reference) -> str:
+        """Begin the import of a step, on the coordinator; return its name."""
+        names = plan.names(reference)
+        for name in names:
+            self._store.names.check_name(name)
+        self._updates = [self._store.names.seen(name) for name in names]
+        with with_space(self._store, plan.blobs, sum(blob.size for blob in plan.blobs)):
+            self.blobs = self._open.enter_context(self._store.ingest())
+        return self.blobs.name
 
-    def join(self, name: str, stack: contextlib.ExitStack) -> Ingest:
-        """Join an import, on another rank, until the stack is closed."""
-        joined = self._store.join_ingest(name, sync_later=True)
-        stack.callback(joined.close)
-        return joined
+    def join(self, name: str) -> None:
+        """Join an import, on another rank."""
+        self.blobs = joined = self._store.join_ingest(name, sync_later=True)
+        self._open.callback(joined.close)
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
         """Explain the errors of a full disk in a block."""
         return with_space(self._store, (), 0)
 
-
-class _FolderImport:
-    """An import into a folder. Nothing has a name before all of it has."""
-
-    def __init__(self, store: LocalStore, plan: StepPlan, reference: Reference) -> None:
-        names = plan.names(reference)
-        for name in names:
-            store.names.check_name(name)
-        self._store, self._plan = store, plan
-        self._updates = [store.names.seen(name) for name in names]
-        self._open = contextlib.ExitStack()
-        with with_space(store, plan.blobs, sum(blob.size for blob in plan.blobs)):
-            self.blobs = self._open.enter_context(store.ingest())
-        self.name = self.blobs.name
-
     def adopt(self, item: Ingested) -> None:
         """Publish with this import what another rank has added to it."""
         self.blobs.adopt(item)
 
-    def publish(self, added: Mapping[str, Ingested], record: bytes) -> _Published:
+    def publish(
+        self, plan: StepPlan, added: Mapping[str, Ingested], record: bytes
+    ) -> tuple[list[Manifest], bool]:
         """Give the step its names; return the manifests, and whether the last name was that of another model.
 
         Raises as :meth:`StepPlan.manifests` and :func:`create`.
         """
-        manifests = self._plan.manifests(self.blobs, added, record)
+        manifests = plan.manifests(self.blobs, added, record)
         new = [
             NewModel(update, manifest.to_bytes(), manifest.blobs)
             for update, manifest in zip(self._updates, manifests, strict=True)
@@ -116,25 +110,8 @@ class _FolderImport:
         return manifests, former[-1] is not None
 
     def close(self) -> None:
-        """End the import, and remove what has no name."""
+        """End the import, and remove what has no name, or leave it."""
         self._open.close()
-
-
-class _Objects:
-    """A store in object storage."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-
-    def begin(self, plan: StepPlan, reference: Reference) -> _ObjectImport:
-        return _ObjectImport(self._objects, plan, reference)
-
-    def join(self, name: str, stack: contextlib.ExitStack) -> _ObjectBlobs:
-        del name, stack  # the lease of the coordinator keeps all that is written while it lives
-        return _ObjectBlobs(self._objects)
-
-    def checked(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class _ObjectBlobs:
@@ -170,7 +147,7 @@ class _ObjectBlobs:
         """Do nothing: what is in object storage is durable."""
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that is there now; :meth:`_ObjectImport.publish` looks for it again."""
+        """Return a blob that is there now; :meth:`_Objects.publish` looks for it again."""
         return Ingested(digest, size, written=False) if self._has(digest, size) else None
 
     def _has(self, digest: Digest, size: int) -> bool:
@@ -179,26 +156,36 @@ class _ObjectBlobs:
         return False
 
 
-class _ObjectImport:
-    """An import into object storage."""
+class _Objects:
+    """A step in object storage."""
 
-    name = ""
-
-    def __init__(self, objects: ObjectStore, plan: StepPlan, reference: Reference) -> None:
-        self._objects, self._plan = objects, plan
-        self._names = [(name, *objects.read_former(name)) for name in plan.names(reference)]
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
         self.blobs = _ObjectBlobs(objects)
         self._open = contextlib.ExitStack()
+
+    def begin(self, plan: StepPlan, reference: Reference) -> str:
+        objects = self._objects
+        self._names = [(name, *objects.read_former(name)) for name in plan.names(reference)]
         # Before the first blob is written: a collection keeps what is younger than any lease.
         self._open.enter_context(leased(objects.client, []))
+        return ""
+
+    def join(self, name: str) -> None:
+        """Do nothing: the lease of the coordinator keeps all that is written while it lives."""
+
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def adopt(self, item: Ingested) -> None:
         if item.written:
             self.blobs.written.add(item.digest)
 
-    def publish(self, added: Mapping[str, Ingested], record: bytes) -> _Published:
+    def publish(
+        self, plan: StepPlan, added: Mapping[str, Ingested], record: bytes
+    ) -> tuple[list[Manifest], bool]:
         objects = self._objects
-        manifests = self._plan.manifests(self.blobs, added, record)
+        manifests = plan.manifests(self.blobs, added, record)
         data = [manifest.to_bytes() for manifest in manifests]
         blobs = {blob.id for manifest in manifests for blob in manifest.blobs}
         digests = [*map(Digest.of, data), *(blob.digest for blob in blobs)]
@@ -210,7 +197,7 @@ class _ObjectImport:
                     "garbage was collected while the step was written, and parts of it are gone",
                     advice="save the step again",
                 )
-            starts = {added[blob.name].digest: blob.header for blob in self._plan.blobs}
+            starts = {added[blob.name].digest: blob.header for blob in plan.blobs}
             for manifest, one in zip(manifests, data, strict=True):
                 objects.put_headers(Digest.of(one), pack_headers(_headers(manifest, starts)))
             check()

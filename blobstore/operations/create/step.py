@@ -205,16 +205,18 @@ def save_step(
     place = open_place(store)
     convert = Converter(source.read).convert
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in plan.blobs))
-    with contextlib.closing(place.begin(plan, reference)) as step, place.checked():
 
-        def add(blob: BlobPlan) -> Ingested:
-            buffers = reporting(lambda: blob.buffers(convert), pool.report, blob.name)
-            return step.blobs.add(blob.size, buffers)
+    def add(blob: BlobPlan) -> Ingested:
+        buffers = reporting(lambda: blob.buffers(convert), pool.report, blob.name)
+        return place.blobs.add(blob.size, buffers)
 
-        items = pool.run(plan.blobs, add)
-        check()
-        added = {blob.name: item for blob, item in zip(plan.blobs, items, strict=True)}
-        manifests, is_replaced = step.publish(added, record)
+    with contextlib.closing(place):
+        place.begin(plan, reference)
+        with place.checked():
+            items = pool.run(plan.blobs, add)
+            check()
+            added = {blob.name: item for blob, item in zip(plan.blobs, items, strict=True)}
+            manifests, is_replaced = place.publish(plan, added, record)
     return Created(
         reference=reference,
         digest=Digest.of(manifests[-1].to_bytes()),

@@ -98,13 +98,13 @@ def test_a_blob_that_was_collected_in_the_meantime_fails_the_step(
     saved(address, STATE)
     store = objects(address)
     lost = tensors(address, "run:1")[0]
-    publish = places._ObjectImport.publish
+    publish = places._Objects.publish
 
-    def after_a_collection(self: Any, added: Any, record: bytes) -> None:
+    def after_a_collection(self: Any, *arguments: Any) -> None:
         store.client.delete([blob_key(lost)])
-        publish(self, added, record)
+        publish(self, *arguments)
 
-    monkeypatch.setattr(places._ObjectImport, "publish", after_a_collection)
+    monkeypatch.setattr(places._Objects, "publish", after_a_collection)
     with pytest.raises(CheckpointException, match="garbage was collected"):
         saved(address, STATE, "run:2")
     assert not [name for name in store.references() if name.tag.startswith("2")]
@@ -116,14 +116,14 @@ def test_a_blob_that_was_collected_in_the_meantime_fails_the_step(
 def test_a_name_that_another_process_has_given_is_not_taken(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = places._ObjectImport.publish
+    publish = places._Objects.publish
 
-    def after_another(self: Any, added: Any, record: bytes) -> None:
+    def after_another(self: Any, *arguments: Any) -> None:
         monkeypatch.undo()
         saved(address, {"model": {"w": torch.full((6,), 9.0)}})
-        publish(self, added, record)
+        publish(self, *arguments)
 
-    monkeypatch.setattr(places._ObjectImport, "publish", after_another)
+    monkeypatch.setattr(places._Objects, "publish", after_another)
     with pytest.raises(CheckpointException, match="another process"):
         saved(address, STATE)
     assert blobstore.open(f"{address}/run:1", cache="none")["w"].tolist() == [9] * 6
