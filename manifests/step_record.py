@@ -181,8 +181,3 @@ def is_state_of(state: Manifest, model: Manifest) -> bool:
 def stored_name(key: str, model: str) -> str:
     """Return the name that a tensor has in the store: those of the model are called as in the model."""
     return key.removeprefix(f"{model}.") if model else key
-
-
-def is_of_model(key: str, model: str) -> bool:
-    """Return whether a tensor belongs to the model."""
-    return bool(model) and key.startswith(f"{model}.")

@@ -21,7 +21,6 @@ from blobstore.manifests import media_types
 from blobstore.manifests.step_record import (
     METRICS_FILE,
     RECORD_FILE,
-    is_of_model,
     state_of,
     stored_name,
 )
@@ -130,7 +129,7 @@ class StepPlan:
         self.all = _Part.of(self._specs, {}, self._metadata)
         self.model: _Part | None = None
         if model:
-            own = [spec for spec in self._specs if is_of_model(self.keys[spec.name], model)]
+            own = [spec for spec in self._specs if self.keys[spec.name].startswith(f"{model}.")]
             if not own:
                 raise UsageError(
                     f"the state has no tensors under {quote(model)}, which is to be the model",
