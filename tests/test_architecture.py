@@ -91,6 +91,7 @@ WRITES_ELSEWHERE = {
     "blobstore/serve/arriving_file.py": "a folder of the store for files that are being fetched",
     "blobstore/serve/given_names.py": "a folder of the store for notes",
     "blobstore/serve/pulled.py": "a folder of the store for notes",
+    "blobstore/sources/hub_files.py": "the cache of the Hub's client, or a folder of the store for downloads",
     "blobstore/sources/hub_listing.py": "the cache of the Hub's client",
 }
 needs_links = pytest.mark.skipif(

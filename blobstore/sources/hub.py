@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.core.workers import WorkerPool
@@ -30,9 +31,11 @@ from blobstore.errors import (
     SourceNotFound,
     UsageError,
 )
+from blobstore.sources import hub_files
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.fetched_tree import FetchedTree
 from blobstore.sources.file_tree import CACHED_REPOSITORY
+from blobstore.sources.hub_files import FileCount
 from blobstore.sources.hub_listing import (
     COMMIT,
     REVISION,
@@ -79,8 +82,6 @@ _TEXTS = {
     "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or "
     "set HF_TOKEN",
     "RevisionNotFoundError": "{name}: no such revision on the Hub",
-    "LocalEntryNotFoundError": "{name}: the Hub cannot be reached, and not all files are in the cache; "
-    "check the network, HF_HUB_OFFLINE and HF_ENDPOINT",
     "HfHubHTTPError": "{name}: the Hub answered with status {status}; {advice}",
     "HFValidationError": "not a Hub id: {name}",
     "Exception": "{name}: the download failed: {reason}; check the network and try again",
@@ -420,35 +421,47 @@ class _Repository(FetchedTree):
 
     def _download(self, files: Sequence[ListedFile], progress: Progress | None) -> None:
         """Download files that the client's cache lacks; a folder of downloads gets links to the others."""
-        from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        repo, commit = self._repo, self.root.name
-        folder = None if self._downloads is None else self.root
         missing = []
         for file in files:
             if (path := self._cached(file)) is None:
                 missing.append(file)
-            elif folder is not None:
-                link = folder / file.name
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.unlink(missing_ok=True)
-                link.symlink_to(path)
+            elif self._downloads is not None:
+                hub_files.link(path, self.root / file.name)
         pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
+        what = _name(self._repo, self.root.name)
 
         def fetch(file: ListedFile) -> None:
-            count = _FileCount(pool, file, _name(repo, commit))
-            bar = _bar_class(count)
+            count = FileCount(pool, file, what)
             try:
-                hf_hub_download(repo, file.name, revision=commit, local_dir=folder, tqdm_class=bar)
+                if self._downloads is None:
+                    self._fetch_to_cache(file, count)
+                elif not (path := self.root / file.name).exists():
+                    # Outside the folder of the commit, whose files have any name.
+                    part = self.root.with_name(f"{Digest.of(file.name.encode()).hex}.incomplete")
+                    hub_files.fetch(self._repo, self.root.name, file, part, path, count)
             except RemoteEntryNotFoundError as error:
                 raise DamagedSource(
-                    f"file {quote(file.name)} of {_name(repo, commit)}: the Hub lists it, but does not "
-                    "serve it; choose another revision"
+                    f"file {quote(file.name)} of {what}: the Hub lists it, but does not serve it; "
+                    "choose another revision"
                 ) from error
             count.finish()
 
         pool.run(missing, fetch)
+
+    def _fetch_to_cache(self, file: ListedFile, count: FileCount) -> None:
+        """Download a file as the client does, with its lock, and under its names: the digest that is listed."""
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # not in __all__
+
+        blob = self._storage / "blobs" / file.digest
+        lock = self._storage.parent / ".locks" / self._storage.name / f"{file.digest}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if not blob.exists():
+                part = blob.with_name(f"{file.digest}.incomplete")
+                hub_files.fetch(self._repo, self.root.name, file, part, blob, count)
+            hub_files.link(blob, self.root / file.name)
 
     def _check(self, pool: WorkerPool, file: ListedFile) -> None:
         """Compare a file with the listing: a job of ``pool``."""
@@ -467,63 +480,6 @@ class _Repository(FetchedTree):
                 f"file {quote(file.name)} of {_name(self._repo, self.root.name)} does not match the "
                 f"Hub's listing: {fault}"
             )
-
-
-class _FileCount:
-    """Reports the bytes of one file, and ends a download that has more of them than are listed.
-
-    The client tells its progress bar of bytes before it writes them, and takes back those that it fetches
-    again. It neither reports bytes that are cached under another name, nor ends a body of chunks that has no end.
-    """
-
-    def __init__(self, pool: WorkerPool, file: ListedFile, repository: str) -> None:
-        self._pool = pool
-        self._file = file
-        self._repository = repository
-        self._seen = 0
-
-    def add(self, count: int) -> None:
-        """Report bytes. Raises DamagedSource if the file has fewer."""
-        self._seen += count
-        if self._seen > self._file.size:
-            raise DamagedSource(
-                f"file {quote(self._file.name)} of {self._repository} does not match the Hub's listing: "
-                f"the Hub sends more than the {self._file.size} bytes that it lists; try again"
-            )
-        self._pool.report(count, f"fetching {escape(self._file.name)}")
-
-    def finish(self) -> None:
-        """Report what the client did not."""
-        self.add(self._file.size - self._seen)
-
-
-def _bar_class(count: _FileCount) -> Any:
-    """Return a progress bar class for the client that reports to ``count`` and prints nothing."""
-
-    class Bar:
-        n = 0
-        total = None
-
-        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
-            self.update(initial)
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_, **__: None
-
-        def update(self, step: float | None = 1) -> None:
-            if step:
-                count.add(int(step))
-
-        def update_transfer(self, step: float | None = 1) -> None:
-            """Count nothing. Without this method, the client adds a bar for the bytes on the wire."""
-
-    return Bar
 
 
 def _fault_of(
@@ -564,7 +520,7 @@ def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
     except BlobstoreError:
         raise
     # The client's Xet library raises RuntimeError; the client rejects arguments with ValueError.
-    except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, RuntimeError, ValueError) as error:
         found = next(base for kind in type(error).__mro__ if (base := kind.__name__) in _TEXTS)
         status = getattr(getattr(error, "response", None), "status_code", 0)
         advice = "log in, or set HF_TOKEN" if status in (401, 403) else "try again later"

@@ -54,6 +54,8 @@ class Repo:
     """What every request is answered with, if not 0."""
     statuses: dict[str, list[int]] = field(default_factory=dict)
     """What the next requests for ``info``, ``tree`` or a file are answered with."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """What responses for files say instead of the truth."""
     retry_after: str = ""
     """What failed requests are answered with as ``Retry-After``."""
     raw: dict[str, bytes] = field(default_factory=dict)
@@ -248,13 +250,14 @@ class _Handler(BaseHTTPRequestHandler):
             headers["X-Linked-ETag"] = f'"{entry["lfs"]["oid"]}"'
             headers["X-Linked-Size"] = str(entry["size"])
             headers["Location"] = f"{self.hub.store}{urlsplit(self.path).path}"
-            self._send(HTTPStatus.FOUND, headers)
+            self._send(HTTPStatus.FOUND, headers | repo.headers)
             return
         data = path.read_bytes()
         if name in repo.corrupt:
             data = bytes([data[0] ^ 1]) + data[1:]
         if name in repo.short:
             data = data[: len(data) // 2]
+        headers |= repo.headers
         status, start = HTTPStatus.OK, 0
         if span := re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", "")):
             status, start = HTTPStatus.PARTIAL_CONTENT, int(span[1])

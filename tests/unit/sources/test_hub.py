@@ -24,7 +24,7 @@ from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import DamagedSource, SourceError, UsageError
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
-from blobstore.sources import hub
+from blobstore.sources import hub, hub_files
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.hub import is_hub_id, parse_hub_id, with_quantization
 from blobstore.sources.hub_listing import ListedFile, retry_after
@@ -41,7 +41,7 @@ _SHARD = "model-00002-of-00002.safetensors"
 _DOWNLOAD = """
 import json, os, sys
 from blobstore.errors import BlobstoreError
-from blobstore.sources import hub
+from blobstore.sources import hub, hub_files
 from blobstore.sources.base import SourceOptions
 options = SourceOptions(**json.loads(os.environ.get("TEST_OPTIONS", "{}")))
 results = []
@@ -64,12 +64,12 @@ import json
 from types import SimpleNamespace
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from blobstore.core.workers import WorkerPool
-from blobstore.sources import hub
+from blobstore.sources import hub_files
 from blobstore.sources.hub_listing import ListedFile
 steps = []
 file = ListedFile("model.safetensors", 100, "sha1", "0" * 40)
-count = hub._FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file, "org/name")
-bar = hub._bar_class(count)
+count = hub_files.FileCount(WorkerPool(1, lambda *step: steps.append(step), 100), file, "org/name")
+bar = hub_files._bar_class(count)
 with XetDownloadProgressReporter(
     reconstruction_desc="", total=100, log_level=0, tqdm_class=bar
 ) as reporter:
@@ -388,8 +388,8 @@ def test_a_second_download_checks_but_fetches_nothing(client: Client, folder: Pa
         ("org/unending", "DamagedSource", [f"'{_SHARD}'", "sends more than", "try again"]),
         ("org/unending-small", "DamagedSource", ["'config.json'", "sends more than", "try again"]),
         ("org/gone", "DamagedSource", [f"'{_SHARD}'", "does not serve it"]),
-        ("org/short", "SourceError", ["the download failed", "try again"]),
-        ("org/short-small", "DamagedSource", ["'config.json'", "bytes", "remove"]),
+        ("org/short", "DamagedSource", [f"'{_SHARD}'", "bytes that it lists", "try again"]),
+        ("org/short-small", "DamagedSource", ["'config.json'", "bytes that it lists", "try again"]),
         ("org/corrupt", "DamagedSource", [f"'{_SHARD}'", "sha256", "remove"]),
         ("org/corrupt-small", "DamagedSource", ["'config.json'", "sha1", "remove"]),
     ],
@@ -422,6 +422,27 @@ def test_a_changed_body_is_named_with_commit_and_both_digests(outcome: Outcome) 
     got = hashlib.sha256(bytes([data[0] ^ 1]) + data[1:]).hexdigest()
     for word in (repo.commit, got, hashlib.sha256(data).hexdigest()):
         assert word in message
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_hub_says_of_a_file_becomes_no_path(
+    client: Client, folder: Path, tmp_path: Path, *, keeps: bool
+) -> None:
+    out = "../" * 9 + f"{tmp_path}/victim"
+    said = {"ETag": f'"{out}"', "X-Linked-ETag": f'"{out}"', "X-Repo-Commit": out}
+    repo = client.server.add("org/model", folder, headers=said, gone={"config.json"})
+    create = ["create", "hf://org/model", "model", "--store", f"{tmp_path}/store"]
+    create += ["--keep-hub-cache"] * keeps
+    assert client.run(_MAIN, *create).code == 4  # the client notes what is absent, too
+    repo.gone.clear()
+    assert client.run(_MAIN, *create).code == 0
+    assert {path.name for path in tmp_path.iterdir()} <= {"repo", "hf", "store"}
+
+
+@pytest.mark.parametrize("location", ["http://localhost/\x01", "http://localhost/" + "a" * 70_000])
+def test_a_redirect_to_no_url_is_an_error(client: Client, folder: Path, location: str) -> None:
+    client.server.add("org/model", folder, headers={"Location": location})
+    assert client.download("org/model")["error"] == "SourceError"
 
 
 def test_fetches_a_repository_of_the_time_before_organizations(outcome: Outcome) -> None:
@@ -487,7 +508,7 @@ def test_bytes_that_come_by_xet_are_counted_once(client: Client) -> None:
 
 def test_a_download_ends_when_another_one_failed() -> None:
     pool = WorkerPool(1, None, 10)
-    count = hub._FileCount(pool, ListedFile("name", 10, "sha1", "0" * 40), "org/name")
+    count = hub_files.FileCount(pool, ListedFile("name", 10, "sha1", "0" * 40), "org/name")
     count.add(5)
     pool.stopping.set()
     with pytest.raises(Cancelled):
