@@ -1,4 +1,4 @@
-"""Chooses bases that may have bases themselves, where a read may need several: in archives.
+"""Chooses bases that may have bases themselves, where a read may need several: in archives and remotes.
 
 The steps of a training run differ most from the first one, and least from their neighbours. So each step
 is a delta against the one next to it. A store has no such chains: there, a read needs one base.

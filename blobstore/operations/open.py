@@ -115,11 +115,11 @@ def open_model(
     Args:
         reference: the name, ``[host/][namespace/]model[:tag]``, or the address of a model elsewhere, such as
             ``s3://bucket/prefix/model:tag``, ``http://host:8080/model:tag`` of ``blobstore serve``, or
-            ``oci://host/repository:tag``. The tensors of the latter are read into memory of this process when
-            they are used. Blobs that the store has are read there. Or the path of a GGUF
-            file: a :class:`~pathlib.Path`, or a text that ends in ``.gguf`` and is no name of the store. No
-            policy applies to files, and only ``framework``, ``device``, ``dequantize``, ``read``
-            and ``verify`` up to ``header`` do.
+            ``oci://host/repository:tag``. The tensors of a model elsewhere are read into memory of this
+            process when they are used, unless the store has their blobs. Or the path of a GGUF file: a
+            :class:`~pathlib.Path`, or a text that ends in ``.gguf`` and is not a name of the store.
+            Policies do not apply to files, nor do ``thaw``, ``cache``, ``cache_limit`` and ``plan``, and
+            ``verify`` is at most ``header``.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
             are views of private memory; writing to them never changes the store. ``mlx`` arrays are

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(reader: Reader, *, has_digests: bool) -> Iterator[dict[str, Any]]:
-    """Return the entry of each tensor, in the order of the data."""
+    """Yield the entry of each tensor, in the order of the data."""
     table = reader.table
     for name, row in table.names.items():
         dtype, shape = table.kinds[row]

@@ -73,7 +73,8 @@ def remove_duplicate_names(
 ) -> dict[str, list[str]]:
     """Return, by the name that stays, the names whose tensors it contains.
 
-    The first name stays in alphabetical order, of the tensors that cover their whole storage.
+    Of the names whose tensors cover their whole storage, the first one in alphabetical order stays;
+    ``preferred_names`` come before all others, and ``discard_names`` after them.
 
     Raises:
         RuntimeError: tensors share memory, and none of them covers it.
@@ -98,7 +99,7 @@ def remove_duplicate_names(
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[set[str]]:
-    """Return names in groups of byte ranges that overlap."""
+    """Yield names in groups of byte ranges that overlap."""
     if len(names) == 1:  # most
         yield set(names)
         return
