@@ -229,7 +229,7 @@ def _names(text: str) -> str | dict[str, str]:
         value = strict_json.loads(read_regular(text, _MAX_NAMES_SIZE))
     except FileNotFoundError:
         raise UsageError(
-            f"{quote(text)} is no file, and none of the architectures {', '.join(ARCHITECTURES)}"
+            f"{quote(text)} is neither a file nor one of the architectures {', '.join(ARCHITECTURES)}"
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{quote(text)} cannot be read: {error}") from None

@@ -63,8 +63,8 @@ def command(
     of them. Not every registry lists its repositories. If it is a store in object storage, such as
     s3://bucket/prefix, its models are listed. SHARED is then the part that others of the list use.
 
-    SHARED is the part that other names use too, so removing a name frees at most the rest. Of models
-    that are named it is shown with --verbose or --sort shared, because all others are read for it. FROZEN
+    SHARED is the part that other names use too, so removing a name frees at most the rest. If each PATTERN
+    is a name, it is shown only with --verbose or --sort shared, because all models are read for it. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
     that cannot be read is listed with its error, and a name whose manifest is lost is reported; the
@@ -83,7 +83,7 @@ def command(
         return
     unreadable: list[BlobstoreError] = []
     repositories = _repositories(patterns)
-    # Of models that are named, the others need not be read. `du` and `info` say what such a model shares.
+    # If models are named, the others need not be read. `du` and `info` say what such a model shares.
     has_shared = not repositories or out.is_json or output.is_verbose() or order == "shared"
     models: Sequence[ListedModel] = choose_models(
         store,

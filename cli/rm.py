@@ -46,8 +46,8 @@ def command(
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
     No blob is removed. A name is removed even if its manifest cannot be read. NAMEs may be addresses
-    in registries or object storage instead, with globs as for "blobstore pull"; oci://host/repository@sha256:... removes a manifest with
-    all of its tags.
+    in registries or object storage instead, with globs as for "blobstore pull";
+    oci://host/repository@sha256:... removes a manifest with all of its tags.
 
     With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
     3". With both, those that neither keeps. An alias, such as run:best next to run:500 with the same

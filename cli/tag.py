@@ -38,7 +38,7 @@ def command(
     is_name = ":" in tag and not (is_address(name) or is_address(tag))
     if "/" in tag and not is_name:
         raise UsageError(
-            f"{quote_place(tag)} is no tag",
+            f"{quote_place(tag)} is not a tag",
             advice="give the tag alone; 'blobstore cp' takes complete names of the store",
         )
     if is_address(name):

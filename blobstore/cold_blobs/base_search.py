@@ -206,7 +206,7 @@ class BaseFinder:
         return -sum(layer.size * self._uses[layer.digest] for layer in layers), reference
 
     def _fit(self, reference: Reference, base: Reference) -> Fit:
-        """Return about the bytes of a model's own blobs that a base saves, 0 if too few, and the others."""
+        """Return about how many bytes of a model's own blobs a base saves, 0 if too few, and how many remain."""
         theirs = self._layers[base]
         # Equal blobs are stored once in any case, so only blobs that differ count.
         pairs = [

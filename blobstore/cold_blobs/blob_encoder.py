@@ -132,9 +132,9 @@ def write_verified(
 class BlobEncoder:
     """Compresses a blob, against ``base`` if that is given and has similar tensors.
 
-    The bytes are those of the hot file, unless ``data`` is given. Where ``chains`` are made, the chunks of
-    sparse and dense deltas lie at the same places. Only ``in_chain`` may the base be a delta, or become one:
-    then no factors improve the prediction, and no rules quantize the base.
+    The bytes are those of the hot file, unless ``data`` is given. If ``chains`` are made, the chunks of
+    sparse and dense deltas lie at the same places. Only with ``in_chain``, the base may be a delta, or
+    become one: then no factors improve the prediction, and no rules quantize the base.
 
     Raises:
         BlobMissing, BlobDamaged: the blob has no readable hot file.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FAMILY: Final = 64
 """Models of one layout that are all considered."""
 _CHOSEN: Final = 16
-"""Of more, so many of the oldest, and of those whose blobs most models have."""
+"""How many of the oldest ones, and of those whose blobs most models have, are considered of a larger family."""
 
 
 class SearchedModels:

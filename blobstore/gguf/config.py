@@ -16,7 +16,7 @@ _SIZES: Final = {
     "attention.head_count_kv": "num_key_value_heads",
     "expert_count": "num_experts",
 }
-"""Keys after the architecture, as ``docs/gguf.md`` of ggml lists them."""
+"""Keys without the architecture that they begin with, as ``docs/gguf.md`` of ggml lists them."""
 _MAX_BASES: Final = 100
 
 

@@ -67,7 +67,7 @@ def role_of(metadata: Mapping[str, Value], tensors: int, name: str) -> Role:
     Args:
         metadata: its metadata up to the tokenizer, or all of it.
         tensors: the number of its tensors.
-        name: its name, which says of some heads for more tokens that they are no model.
+        name: its name. Of some heads that predict more tokens, only the name says that they are draft models.
     """
     architecture = str(metadata.get("general.architecture", ""))
     role = _TYPES.get(str(metadata.get("general.type", ""))) or _ARCHITECTURES.get(architecture)
@@ -90,7 +90,7 @@ def role_of_name(name: str) -> Role:
 
 
 def _is_part(metadata: Mapping[str, Value], name: str) -> bool:
-    """Return whether a file is part of a model: the first one of some has no tensors."""
+    """Return whether a file is part of a model. The first part of some models has no tensors."""
     return "split.count" in metadata or bool(named(name).part)
 
 
@@ -134,7 +134,7 @@ def belongs_to(companion: str, model: str) -> bool:
 
 
 def best(names: Iterable[str], quantization: str) -> str:
-    """Return the file to take of those that differ in their type only: the model's, else 16 bits."""
+    """Return which of the files that differ only in type to take: that of a type, else one of floats, 16 bits first."""
     order = (quantization, "F16", "BF16", "FP16", "F32")
     return min(names, key=lambda name: (_rank(named(name).quantization, order), name))
 

@@ -75,7 +75,7 @@ def with_adapter(
         ) from None
     from blobstore.safetensors.torch import save_file
 
-    # What PEFT would import or look for elsewhere is not the adapter's to say.
+    # An adapter must not decide what PEFT imports, or where it looks for the base.
     stated = {
         key: value for key, value in model.read_json(ADAPTER_CONFIG).items() if key not in _MODULES
     }
@@ -88,7 +88,7 @@ def with_adapter(
     ):
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # reported below
         save_file(model.tensors(), folder / "adapter_model.safetensors")
-        # Without memory for weights before these are read, a wrong rank costs nothing.
+        # Memory is allocated when weights are read, so that a wrong rank costs nothing.
         options: dict[str, Any] = {"torch_device": device, "low_cpu_mem_usage": True}
         adapted = peft.PeftModel.from_pretrained(base, folder, **options)
         result = adapted.load_adapter(folder, "default", **options)

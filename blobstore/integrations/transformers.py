@@ -130,8 +130,8 @@ def from_store(
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
         MissingLibrary: the model is an adapter, and PEFT is not installed.
-        UsageError: there is no such class or device, ``base`` is given for no adapter, or ``dequantize`` is false for a model that must
-            be dequantized.
+        UsageError: there is no such class or device, ``base`` is given and the model is not an adapter, or
+            ``dequantize`` is false for a model that must be dequantized.
         BlobstoreError: transformers cannot build the model. The message lists all missing and
             unexpected tensors.
     """

@@ -35,7 +35,7 @@ Relation = Literal["quantized from", "fine-tuned from", "similar to"]
 _MIN_SIMILAR = 0.1
 """The share of the weights of the smaller model that two similar models have in common."""
 _MAX_NEAR = 8
-"""Models with one blob that can be a later one's parent: so many of the earliest, and of the latest."""
+"""How many of the earliest, and of the latest, models with a blob can be the parent of a later one."""
 
 
 class Parent(NamedTuple):

@@ -73,7 +73,7 @@ def write_page(
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.
-        BlobstoreError: ``target`` is no regular file, or cannot be written.
+        BlobstoreError: ``target`` is not a regular file, or cannot be written.
     """
     path = free_target(target)
     chosen = Reference.all_of(references)

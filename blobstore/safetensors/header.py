@@ -294,7 +294,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
 
 def _are_u64(values: list[Any]) -> bool:
     for value in values:  # noqa: SIM110 - all() with a generator takes twice as long
-        if type(value) is not int or not 0 <= value <= _MAX_U64:  # a bool is no number here
+        if type(value) is not int or not 0 <= value <= _MAX_U64:  # a bool is not a number here
             return False
     return True
 

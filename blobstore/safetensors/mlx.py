@@ -72,7 +72,7 @@ def save(
 
     Raises:
         SafetensorError: an array has the name ``__metadata__``, or ``alignment`` is not valid.
-        TypeError: a name is no text, or the metadata are no dict of texts.
+        TypeError: a name is not a text, or the metadata are not a dict of texts.
     """
     return arrays.save(_as_numpy(tensors), metadata, alignment=alignment)
 
@@ -110,7 +110,7 @@ def load(data: Buffer) -> dict[str, mx.array]:
 
     Raises:
         SafetensorError: the bytes break the format, or MLX cannot hold a tensor.
-        TypeError: the argument is no buffer.
+        TypeError: the argument is not a buffer.
     """
     from blobstore.safetensors.reader import open_memory
 

@@ -95,7 +95,7 @@ def save(
     Raises:
         SafetensorError: an array has a type that the format lacks, or the name ``__metadata__``; or
             ``alignment`` is not valid.
-        TypeError: a name is no text, or the metadata are no dict of texts.
+        TypeError: a name is not a text, or the metadata are not a dict of texts.
     """
     from blobstore.safetensors.serialization import lay_out
 
@@ -140,7 +140,7 @@ def load(data: Buffer) -> dict[str, np.ndarray[Any, Any]]:
 
     Raises:
         SafetensorError: the bytes break the format, or numpy cannot hold a tensor.
-        TypeError: the argument is no buffer.
+        TypeError: the argument is not a buffer.
     """
     from blobstore.safetensors.reader import open_memory
 
@@ -235,7 +235,7 @@ def _array_at(memory: Any, offset: int, spec: TensorSpec) -> np.ndarray[Any, Any
 def named_tensors(
     tensor_dict: Mapping[str, np.ndarray[Any, Any]],
 ) -> Iterator[tuple[TensorSpec, np.ndarray[Any, Any]]]:
-    """Return arrays with their specs.
+    """Yield arrays with their specs.
 
     Raises:
         SafetensorError: the format lacks the type of an array.

@@ -163,7 +163,7 @@ def save(
         ValueError: a value is no dense and contiguous tensor.
         RuntimeError: tensors share memory.
         KeyError: the format lacks the type of a tensor.
-        TypeError: a name is no text, or the metadata are no dict of texts.
+        TypeError: a name is not a text, or the metadata are not a dict of texts.
         SafetensorError: a tensor has the name ``__metadata__``, or ``alignment`` is not valid.
     """
     from blobstore.safetensors.serialization import lay_out
@@ -220,7 +220,7 @@ def load(data: Buffer) -> dict[str, torch.Tensor]:
 
     Raises:
         SafetensorError: the bytes break the format, or torch cannot hold a tensor.
-        TypeError: the argument is no buffer.
+        TypeError: the argument is not a buffer.
     """
     from blobstore.safetensors.reader import open_memory
 

@@ -49,7 +49,7 @@ class Connections:
     """The connections of a server."""
 
     def __init__(self, most: int) -> None:
-        """Have none; allow so many."""
+        """Start without connections, and allow ``most`` of them."""
         self._most = most
         self._moved: dict[Connection, float] = {}
         """When each has last moved a byte. The one that has done so last is the last one."""

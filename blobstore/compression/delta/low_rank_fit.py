@@ -68,7 +68,7 @@ at most this part of their number times the sum of their squares, which needs no
 _MOST: Final = np.float32(2.0**40)
 """Larger differences are left out."""
 _LIMITS: Final = (31, 63, 127)
-"""The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
+"""The largest integers of factors. Finer ones are tried as long as each saves more than the one before."""
 
 
 class _Effort(NamedTuple):
@@ -77,7 +77,7 @@ class _Effort(NamedTuple):
     rounds: int
     """Of the power iteration."""
     sampled: int
-    """Elements whose rows tell the directions, about."""
+    """About how many elements the directions are searched in."""
     tried: int
     """Elements that ranks are compared on, in some blocks of rows."""
 
@@ -275,15 +275,15 @@ def _found(pair: _Pair, rank: int, effort: _Effort) -> _Found | None:
 
 
 def _turns(sides: Array) -> tuple[Array, Array]:
-    """Return the energies of some columns turned to be orthogonal, the largest first, and how."""
-    # Of as many rows, LAPACK's eigh wakes other threads, and waits for those.
+    """Return the rotation that makes columns orthogonal, after their energies, the largest first."""
+    # For as many rows, LAPACK's eigh wakes other threads and waits for them.
     turns, energies, _ = np.linalg.svd(_times_transposed(sides, sides))
     return energies, turns.astype(np.float32)
 
 
 def _orthonormal(sides: Array) -> Array:
     """Return columns of length 1, at right angles, that span what is worth spanning."""
-    for _ in range(2):  # what is left by the first turn, for these were far from that
+    for _ in range(2):  # once more for accuracy, because the columns may be far from orthogonal
         energies, turns = _turns(sides)
         kept = energies > _LEAST_ENERGY * energies[0]
         sides = _times(sides, turns[:, kept]) / np.sqrt(energies[kept])

@@ -146,7 +146,7 @@ def remove_models(
 ) -> RemovedModels:
     """Remove names durably: all of them, or none. Blobs stay until they are collected.
 
-    A name is removed even if its manifest cannot be read. Others can be restored until then.
+    Until then, names can be restored. A name whose manifest cannot be read is removed for good.
 
     Args:
         references: the names.
@@ -265,7 +265,7 @@ def drop_state(store: LocalStore, step: Reference, model: Manifest) -> None:
 
 
 def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:
-    """Return whether the target is an alias, of the source's name, for a model that has an older tag of that name."""
+    """Return whether the target is a tag of the source's name, and its model has an older tag of that name."""
     if target.parts[:-1] != source.parts[:-1]:
         return False
     entries = read_entries(store, store.tags(source))

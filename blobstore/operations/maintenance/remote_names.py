@@ -127,7 +127,7 @@ def _tag_in_registry(address: str, tag: str, force: bool, plain_http: bool | Non
     source.check_writable()
     target = replace(source, tag=tag, digest=None)
     if ":" in tag:
-        raise UsageError(f"{quote(tag)} is no tag")
+        raise UsageError(f"{quote(tag)} is not a tag")
     check_reference(tag)
     with RegistryClient(source.host, plain_http=plain_http) as client:
         manifest = client.get_manifest(source.repository, source.reference)

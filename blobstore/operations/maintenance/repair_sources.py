@@ -218,7 +218,7 @@ class RebuiltBlobs:
             if item.is_target
             for size in sorted(item.group_sizes, key=lambda size: size != item.group_size)
         ]
-        # Without overrides, a source that cannot be quantized is no error.
+        # Without overrides, a source that cannot be quantized is not an error.
         plain = ([QuantizeOptions()], True)
         every = [plain, (quantizing, bool(self._overrides))]
         for requests, must_be in every if self._recorded is None or self._overrides else [plain]:
@@ -254,7 +254,7 @@ def open_other(
     """Yield the models of the store, or at the address, ``source``; None if it is neither.
 
     Models of a remote have the names that ``pull`` gives them, and those of ``names`` that differ in the host alone.
-    One model alone has the name in ``names``, if that is one.
+    A single model has the name in ``names`` instead, if that is one.
 
     Raises:
         BlobstoreError: the remote cannot be read.
@@ -274,7 +274,7 @@ def open_other(
             with contextlib.suppress(Damaged, NotFound, UnsupportedSource):  # others may be of use
                 found = stack.enter_context(find_model(entry.address, plain_http=plain_http))
                 models[found.address.name()] = found
-        for name in names:  # the host of a server is no part of its own names
+        for name in names:  # names in a server's store do not begin with its host
             alike = [one for one in models if one.parts[1:] == name.parts[1:]]
             if len(alike) == 1:
                 models.setdefault(name, models[alike[0]])

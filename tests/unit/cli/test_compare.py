@@ -344,7 +344,7 @@ def test_names_are_read_from_a_file(converted: LocalStore, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no file, and none of the architectures llama, "),
+        (None, "is neither a file nor one of the architectures llama, "),
         ("{", "not valid JSON"),
         ('{"a": "b", "a": "c"}', "cannot be read"),
         ("[]", "is not a JSON object whose values are names"),

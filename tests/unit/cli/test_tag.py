@@ -41,4 +41,4 @@ def test_an_invalid_tag_is_wrong_usage(stored: LocalStore) -> None:
 def test_an_address_is_no_tag(stored: LocalStore) -> None:
     for tag in ("team/dense", "s3://models/dense:v2"):
         error = run("tag", "dense", tag, exit_code=2).stderr
-    assert "'s3://models/dense:v2' is no tag; give the tag alone" in error
+    assert "'s3://models/dense:v2' is not a tag; give the tag alone" in error
