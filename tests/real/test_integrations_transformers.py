@@ -555,6 +555,8 @@ def test_a_component_of_a_pipeline_is_a_model(store: LocalStore, tmp_path: Path)
     blobstore.create(source, "m", store=store)
     model = from_store("m", store=store, subfolder="text_encoder")
     assert torch.equal(logits(model), logits(from_folder(source / "text_encoder")))
+    config = config_from_store("m", store=store, subfolder="text_encoder")
+    assert config.to_dict() == model.config.to_dict()
     with pytest.raises(BlobstoreError, match="has no vae/config.json"):
         from_store("m", store=store, subfolder="vae")
 

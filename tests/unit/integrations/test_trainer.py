@@ -32,9 +32,9 @@ def test_a_step_that_does_not_say_which_it_is_is_not_restored(
     from blobstore.integrations.trainer import StoreCallback
 
     files = {"trainer_state.json": content}
-    blobstore.save({"w": torch.ones(1)}, "run:last", files=files, store=store)
-    with pytest.raises(BlobDamaged, match="run:last: trainer_state.json does not say which step"):
-        StoreCallback("run", store).restore(tmp_path / "out")
+    blobstore.save({"w": torch.ones(1)}, "run:best", files=files, store=store)
+    with pytest.raises(BlobDamaged, match="run:best: trainer_state.json does not say which step"):
+        StoreCallback("run", store).restore(tmp_path / "out", "best")
     assert not (tmp_path / "out").exists()
 
 

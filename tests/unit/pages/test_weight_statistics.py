@@ -52,7 +52,7 @@ def test_differences_are_measured_where_the_blobs_differ(quantized: LocalStore) 
     found = measure_model(quantized, INT8, PLAIN)
 
     changed = {name for name, item in found.items() if item["relative_error"]}
-    assert changed == {name for name, item in found.items() if "errors" in item}
+    assert changed == {name for name, item in found.items() if "errors" in item} != set()
 
 
 def test_large_tensors_are_sampled_evenly(
@@ -60,8 +60,10 @@ def test_large_tensors_are_sampled_evenly(
 ) -> None:
     monkeypatch.setattr(weight_statistics, "_SAMPLE", 100)
 
-    for item in measure_model(quantized, PLAIN, None).values():
-        assert 0 < sum(item["values"][2]) < 250
+    found = measure_model(quantized, PLAIN, None)
+    for name, values in quantizable_tensors().items():
+        step = max(values.size // 100, 1)
+        assert found[name]["values"] == histogram(values.reshape(-1)[::step].astype(np.float64))
 
 
 @pytest.mark.slow
