@@ -96,12 +96,17 @@ class Patch:
             kind: that of the checksum.
             checksum: of the new bytes, in hexadecimal digits.
             where: the start of errors.
+
+        Raises:
+            DamagedSource: the frame is malformed.
         """
         import zstandard
 
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         self._error = zstandard.ZstdError
         start = bytes(next(frame, b""))
+        if not start.startswith(zstandard.FRAME_HEADER):  # a skippable frame would hide the window
+            raise DamagedSource(f"{where}: not a frame of zstd")
         self.memory = MAX_WINDOW
         """The bytes that it holds at most until it is applied."""
         with contextlib.suppress(zstandard.ZstdError):

@@ -102,6 +102,15 @@ def test_the_window_of_a_frame_is_limited() -> None:
         applied(patch(frame, "xor", bytes(100)), bytes(100), 100)
 
 
+def test_a_frame_that_is_skipped_does_not_hide_the_window() -> None:
+    data = bytes(8)
+    frame = encode_change(memoryview(data), memoryview(bytes(7) + b"x"), "xor")
+    assert frame is not None
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + bytes(4)
+    with pytest.raises(DamagedSource, match="^here: not a frame of zstd$"):
+        Patch(iter([memoryview(skipped + frame)]), "xor", 8, "adler32", "0", "here")
+
+
 def overwrite(positions: list[int], values: bytes, count: int | None = None) -> bytes:
     """Return what a frame of this encoding has; ``count`` replaces the one that is right."""
     head = np.array([len(positions) if count is None else count, *positions], "<u4")
