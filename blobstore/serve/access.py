@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hmac
+import hashlib
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import UsageError
@@ -20,7 +20,7 @@ from blobstore.serve.messages import failure
 from blobstore.serve.refusal import Refused, unauthorized
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
@@ -68,6 +68,17 @@ class Access:
     """None means that everyone who reaches it may read."""
     hosts: Sequence[str] | None = None
     """The host names that a request may be for, besides addresses of this machine; None means any."""
+    _by_digest: Mapping[bytes, Token] = field(init=False)
+    _lengths: Sequence[int] = field(init=False)
+    """Those of tokens, the longest first."""
+
+    def __post_init__(self) -> None:
+        """Take tokens by their digests: a file may have thousands, and strangers ask all the time."""
+        tokens = self.tokens or ()
+        by_digest = {hashlib.sha256(one.secret).digest(): one for one in tokens}
+        object.__setattr__(self, "_by_digest", by_digest)
+        lengths = sorted({len(one.secret) for one in tokens}, reverse=True)
+        object.__setattr__(self, "_lengths", lengths)
 
     def client(self, request: Request, target: Target) -> Client:
         """Return the client. Raises Refused for a request that must not be answered."""
@@ -108,12 +119,13 @@ class Access:
     def _token_of(self, given: bytes) -> Token | None:
         if self.tokens is None:
             return _ANY
-        # All are compared, so that the time says nothing about which one is near.
-        equal = [one for one in self.tokens if hmac.compare_digest(given, one.secret)]
-        starts = [(one, one.secret + b":") for one in self.tokens]
-        begun = [one for one, own in starts if hmac.compare_digest(given[: len(own)], own)]
-        # A token may begin with another one.
-        return max(equal or begun, key=lambda one: len(one.secret), default=None)
+        for length in self._lengths:  # a token may begin with another one
+            if length <= len(given) and given[length : length + 1] in (b"", b":"):
+                # Digests are compared, so that the time says nothing about which token is near.
+                digest = hashlib.sha256(given[:length]).digest()
+                if (token := self._by_digest.get(digest)) is not None:
+                    return token
+        return None
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
