@@ -59,6 +59,7 @@ STORE_CLASSES = {"Layout", "HotShelf", "ColdShelf", "ColdIndex", "Locks"}
 # Where modules are imported by names that no linter follows, and why the import runs downwards all the same.
 DYNAMIC_IMPORTS = {
     "blobstore/__init__.py": "the facade, which is above everything",
+    "blobstore/core/argument_types.py": "what a module of the facade imports for type checkers",
     "blobstore/core/pictures.py": "what the facade registered",
     "blobstore/integrations/mlx_lm/__init__.py": "a module of its own package",
     "blobstore/safetensors/__init__.py": "modules of its own package",

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore import errors
+from blobstore.core.argument_types import wrong_type
 from blobstore.core.escape import most_like, question, quote
 from blobstore.core.synonyms import COMMANDS
 from blobstore.errors import InvalidCall, InvalidReference
@@ -81,9 +82,9 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
             return function(*args, **kwargs)
         except (TypeError, AttributeError) as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                if (wrong_type := _wrong_type(function, args, kwargs)) is None:
+                if (wrong_argument := wrong_type(function, args, kwargs)) is None:
                     raise  # from inside of the function
-                raise wrong_type from None
+                raise wrong_argument from None
             wrong = error
         except InvalidReference as error:
             if len(args) < 2 or not error.message.endswith("is a path"):
@@ -129,23 +130,6 @@ def _no_argument(name: str, word: str, parameters: Collection[str]) -> InvalidCa
         f"{name}() has no argument {quote(word)}",
         advice=advice or f"its arguments are {', '.join(parameters)}",
     )
-
-
-def _wrong_type(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> InvalidCall | None:
-    """Return the error of an argument that must be a text, and is of a type that it does not take."""
-    signature = inspect.signature(function)
-    for word, value in signature.bind(*args, **kwargs).arguments.items():
-        taken, kind = str(signature.parameters[word].annotation), type(value).__name__
-        if taken.startswith("str") and not (
-            isinstance(value, str | os.PathLike)
-            or kind.removesuffix("Type") in taken
-            or ("Sequence" in taken and isinstance(value, list | tuple))
-        ):
-            what = "a text or a Path" if "PathLike" in taken else "a text"
-            return InvalidCall(f"{word} is {what}, got {kind!r}")
-    return None
 
 
 def _wrong_call(

@@ -209,7 +209,7 @@ def check_jobs(jobs: int | None, executor: Executor | None = None) -> None:
     Raises:
         UsageError: it is below 1, or given together with an executor.
     """
-    if jobs is not None and jobs < 1:
+    if jobs is not None and not jobs >= 1:
         raise UsageError(f"jobs must be at least 1, got {jobs}")
     if jobs is not None and executor is not None:
         raise UsageError("jobs cannot be combined with an executor, which has its own workers")

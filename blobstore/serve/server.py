@@ -130,7 +130,7 @@ class Server:
         responses that take longer than ``drain`` seconds from then are aborted. ``identify`` returns the name of the
         token of a request.
         """
-        self._in_threads, self._heals, self._drain = in_threads, heals, drain
+        self._in_threads, self._heals, self._drain = in_threads, heals, max(drain, 0)
         self._identify = identify
         self.metrics = Metrics()
         self._answers = SharedWork(capacity.ANSWER)

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from blobstore.manifests.plain_values import Kind
     from blobstore.operations.create.create import Created
 
-    File = bytes | Path | Mapping[str, Any]
     _Described = tuple[TensorSpec, Callable[[], Buffer]]
+
+File = bytes | Path | Mapping[str, Any]
 
 
 class _Options(TypedDict, total=False):
