@@ -37,6 +37,8 @@ else:  # not generic in older versions of click
 
 STORE_KEY = "blobstore.store"
 """Where the context keeps the store that the options before the command name."""
+MATCHED_KEY = "blobstore.matched"
+"""Where the context keeps the names that globs have matched."""
 CHANGES = frozenset(("follow", "freeze", "mv", "repair", "restore", "rm", "sign", "thaw"))
 """Commands that change the models they name, and so find those of the store itself alone. Others find shared ones too."""
 _MAX_LISTED = 5
@@ -349,7 +351,7 @@ def models(
 
 def _named(store: LocalStore, text: str, *, needs_name: bool) -> Sequence[Reference]:
     """Return the models of the store that a text stands for, or the one of the shared store that it names."""
-    from blobstore.store.name_patterns import select_references
+    from blobstore.store.name_patterns import is_pattern, select_references
 
     shared = store.shared
     try:
@@ -362,6 +364,8 @@ def _named(store: LocalStore, text: str, *, needs_name: bool) -> Sequence[Refere
         raise ModelNotFound(
             error.message, advice=f"{has}; a glob stands for models of the store itself"
         ) from None
+    if is_pattern(text):
+        click.get_current_context().meta.setdefault(MATCHED_KEY, set()).update(map(str, found))
     if shared is None or store.has_model(found[0]):
         return found
     return select_references(shared, [text], needs_name=needs_name)  # perhaps the ID of a model

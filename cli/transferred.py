@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from blobstore.cli import output, render
+from blobstore.cli.arguments import MATCHED_KEY
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.core.outcomes import Outcome
+
+_MAX_LISTED = 5
 
 
 def show_many(
@@ -32,6 +39,13 @@ def show_many(
         out: where to print.
         is_resumed: whether the same command goes on where it stopped.
     """
+    matched = click.get_current_context().meta.get(MATCHED_KEY, ())
+    gone = [
+        model
+        for model in models
+        if isinstance(model.error, ModelNotFound) and model.name in matched
+    ]
+    models = [model for model in models if model not in gone]
     failed = [model for model in models if model.error is not None]
     if failed:
         total += f"; {len(failed)} of {render.count_of(len(models), 'model')} failed"
@@ -46,6 +60,9 @@ def show_many(
         for model in models
     ]
     out.result({"models": data, "seconds": out.seconds}, text)
+    if gone:
+        names = join_some([quote(model.name) for model in gone], _MAX_LISTED)
+        output.show_note(f"removed in the meantime: {names}")
     if failed and is_resumed:
         output.show_note("the same command goes on where it stopped")
     output.exit_with(

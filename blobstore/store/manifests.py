@@ -30,10 +30,10 @@ from blobstore.store.blobs import BlobReader
 from blobstore.store.scan import folders_and_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from blobstore.manifests.descriptor import PlainDescriptors
+    from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
     from blobstore.store.listings import Listings
 
 NO_STORE: Final = "'blobstore create' makes a store, and --store or BLOBSTORE_HOME names another"
@@ -74,6 +74,12 @@ class ManifestReader(BlobReader):
         except InvalidManifest as error:
             raise error.at(quote(self.manifest_path(reference))) from None
         return manifest
+
+    def blobs_of(self, reference: str | Reference) -> Sequence[Descriptor]:
+        """Return the blobs of a model; none if its manifest is gone or cannot be read, which using it reports."""
+        with contextlib.suppress(BlobstoreError):
+            return self.resolve(reference).blobs
+        return ()
 
     def parse(
         self, reference: str | Reference, known: PlainDescriptors | None = None

@@ -159,13 +159,12 @@ def export_models(
         options: as for :func:`export_model`.
 
     Raises:
-        ModelNotFound: the store has no such model; nothing is written.
         NameConflict: two models would get one folder, at least where case is ignored; nothing is written.
         BlobstoreError: the folder cannot be made.
     """
     local, names = LocalStore.to_read(store), Reference.all_of(references)
     folders = _folder_names(names)
-    sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
+    sizes = [sum(blob.size for blob in local.blobs_of(name)) for name in names]
     target = local_path(folder)
     try:
         check_target(target)

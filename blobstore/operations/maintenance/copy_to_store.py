@@ -134,10 +134,9 @@ def copy_models(
         options: as for :func:`copy_to_store`.
 
     Raises:
-        InvalidManifest: a manifest cannot be read; nothing is copied.
         UsageError: both are the same store, or an option is invalid.
     """
-    sizes = [sum(blob.size for blob in store.resolve(name).blobs) for name in names]
+    sizes = [sum(blob.size for blob in store.blobs_of(name)) for name in names]
 
     def copy(number: int, step: Progress | None) -> CopiedModel:
         return copy_to_store(names[number], to, store=store, progress=step, **options)

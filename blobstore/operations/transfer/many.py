@@ -60,12 +60,10 @@ def push_models(
         options: as for that.
 
     Raises:
-        ModelNotFound: the store has no such model; nothing is pushed.
         UsageError: an argument is invalid, or ``remote`` has a tag.
     """
-    local = LocalStore.of(store)
-    names = list(dict.fromkeys(map(Reference.of, references)))
-    blobs = [local.resolve(name).blobs for name in names]
+    local, names = LocalStore.to_read(store), Reference.all_of(references)
+    blobs = [local.blobs_of(name) for name in names]
     sizes = [sum(blob.size for blob in own) for own in blobs]
     places = [None if remote is None else place_of(remote, name) for name in names]
     expected: set[Digest] = set()

@@ -123,8 +123,16 @@ def test_it_is_found_by_its_id(shared: LocalStore) -> None:
     assert "'dense:latest'" in run("rm", ident, exit_code=3).stderr
 
 
-def test_what_counts_for_one_store_takes_names_of_one(shared: LocalStore, tmp_path: Path) -> None:
+def test_several_names_may_be_of_both_stores(shared: LocalStore, tmp_path: Path) -> None:
+    run("push", "dense", "other", (tmp_path / "bucket").as_uri())
+    run("pack", "dense", "other", tmp_path / "out.bsar")
+    run("export", "dense", "other", tmp_path / "exported")
+    run("lock", "dense", "other", "-o", tmp_path / "models.lock")
     run("verify", "dense", "other")
+    run("list", "dense", "other")
+
+
+def test_what_counts_for_one_store_takes_names_of_one(shared: LocalStore, tmp_path: Path) -> None:
     for command in (("du", "dense", "other"), ("page", "dense", "other", tmp_path / "p.html")):
         assert "name the models of one store" in run(*command, exit_code=2).stderr
 
