@@ -141,7 +141,7 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
             f"{render.human_bytes(removed.size)}{when}: {blobs} that no other model needs"
             f"{'; with --older-than 0s at once' * bool(when)}"
         )
-    else:
+    elif not any(entry.error for entry in removed.names):
         lines.append(f'"blobstore gc" {"would have" if dry_run else "has"} nothing to free')
     if removed.bases:
         blobs = render.count_of(removed.bases, "blob")
