@@ -59,6 +59,7 @@ def test_location_is_resolved(location: str, url: str) -> None:
         "https://user:password@cdn.example/",
         "https://@cdn.example/",
         "https://cdn.example:0/",
+        "https://:5/x",
         "https://cdn.example:99999/",
         "https://cdn.example:x/",
         "https://[::1/",

@@ -386,17 +386,34 @@ def test_login_of_one_repository_is_not_used_for_another() -> None:
             authorizer.authorization(both)
 
 
-def test_password_that_a_realm_refuses_is_sent_once() -> None:
+@pytest.mark.parametrize(("status", "sent"), [(401, 1), (403, 2)])
+def test_password_that_a_realm_refuses_is_sent_once(status: int, sent: int) -> None:
     calls: list[Request] = []
 
     def refuse(request: Request, _: int) -> Reply:
         calls.append(request)
-        raise RemoteRefused("status 401")
+        raise RemoteRefused("refused", status=status)
 
     authorizer = Authorizer(BASE, lambda _: LOGIN, refuse)
     authorizer.learn(BEARER, PULL, None)
 
-    for _ in range(3):
-        with pytest.raises(RemoteRefused, match="status 401"):
-            authorizer.authorization(PULL)
-    assert len(calls) == 1
+    # With 403, it may be right, and open another repository.
+    for scopes in (PULL, PULL, frozenset({"repository:b:pull"})):
+        with pytest.raises(RemoteRefused, match="refused"):
+            authorizer.authorization(scopes)
+    assert len(calls) == sent
+
+
+@pytest.mark.parametrize(
+    ("status", "is_proven"), [(200, True), (404, True), (429, False), (503, False)]
+)
+def test_only_some_statuses_prove_a_password(status: int, is_proven: bool) -> None:
+    authorizer = Realm().authorizer()
+    authorizer.learn(Challenge("basic"), PULL, None)
+    for one in (status, 401):
+        authorizer.judge(LOGIN.basic, one)
+    if is_proven:
+        assert authorizer.authorization(PULL) == LOGIN.basic
+        return
+    with pytest.raises(RemoteRefused, match="login at 'registry.example': status 401"):
+        authorizer.authorization(PULL)

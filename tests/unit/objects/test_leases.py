@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.system import seconds_since_start
-from blobstore.errors import StoreBusy
+from blobstore.errors import RemoteError, StoreBusy
 from blobstore.manifests.reference import Reference
 from blobstore.objects import client as objects_client
 from blobstore.objects import leases
@@ -147,6 +150,70 @@ def test_a_collection_deletes_nothing_when_imports_no_longer_wait(
     assert not found.is_complete
     assert 1 <= len(found.removed) <= gc_objects._STREAMS
     assert len(list(store.client.list("blobs"))) == 40 - len(found.removed)
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let an object count as one that was written some seconds ago."""
+    os.utime(path, (0, time.time() - seconds))
+
+
+def test_the_note_of_a_collection_that_was_killed_counts_for_an_hour(
+    client: ObjectClient, tmp_path: Path
+) -> None:
+    Collection(client)
+    age(tmp_path / "remote" / leases._NOTE, HOUR / 2)
+    with pytest.raises(StoreBusy):
+        Collection(client)
+    age(tmp_path / "remote" / leases._NOTE, HOUR + 1)
+    with leased(client, [ONE], wait=0), Collection(client) as collection:
+        assert collection.leased().digests == {ONE}
+
+
+def test_the_lease_of_an_import_that_was_killed_counts_for_a_day(
+    client: ObjectClient, tmp_path: Path
+) -> None:
+    key = f"{leases._LEASES}/killed"
+    client.put(key, f'["{ONE.hex}"]'.encode())
+    age(tmp_path / "remote" / key, 23 * HOUR)
+    with Collection(client) as collection:
+        assert collection.leased().digests == {ONE}
+    age(tmp_path / "remote" / key, 24 * HOUR + 1)
+    with Collection(client) as collection:
+        assert collection.leased() == (set(), None)
+    assert client.size(key) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"5", b"[[]]"])
+def test_a_lease_that_cannot_be_read_ends_a_collection(
+    client: ObjectClient, content: bytes
+) -> None:
+    client.put(f"{leases._LEASES}/damaged", content)
+    with Collection(client) as collection, pytest.raises(RemoteError, match="damaged' cannot be"):
+        collection.leased()
+
+
+def test_leases_have_a_limit_together(
+    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LEASE", limits.Limit(100, 1000, 2))
+    for number in range(3):
+        client.put(f"{leases._LEASES}/{number}", b"[]")
+    with Collection(client) as collection, pytest.raises(RemoteError, match="more than 2 entries"):
+        collection.leased()
+
+
+def test_of_two_collections_that_begin_at_once_one_fails(
+    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = ObjectClient.put
+
+    def put_second(self: ObjectClient, key: str, data: bytes) -> None:
+        put(self, key, data)
+        client.replace(leases._NOTE, b"of another collection", None)
+
+    monkeypatch.setattr(ObjectClient, "put", put_second)
+    with pytest.raises(StoreBusy, match="is being collected"):
+        Collection(client)
 
 
 def test_a_collection_that_took_too_long_leaves_the_note_of_another(
