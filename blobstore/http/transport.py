@@ -187,7 +187,8 @@ class Transport:
         with self._network_errors(request), self._one_client() as client:
             for _ in range(_MAX_REDIRECTS + 1):
                 with contextlib.closing(self._send_authorized(client, request, url)) as response:
-                    protocol.check_encoding(response.headers)
+                    with _placed(request):
+                        protocol.check_encoding(response.headers)
                     if response.status_code in request.rule.answers:
                         self._may_be_tls = False
                         yield response
@@ -240,9 +241,11 @@ class Transport:
             TransientError: the response ends early.
             RemoteError: it does not fit the request.
         """
-        skip, length = protocol.span_of(response.status_code, response.headers, begin, end, size)
+        status, headers = response.status_code, response.headers
+        with _placed(request):
+            skip, length = protocol.span_of(status, headers, begin, end, size)
         # A server may ignore the range and send all of the blob; reading then stops at the end of the range.
-        is_cut = response.status_code == HTTPStatus.OK and end != size
+        is_cut = status == HTTPStatus.OK and end != size
         for piece in self.pieces(response):
             skipped = min(skip, len(piece))
             part = piece[skipped:][:length]
@@ -492,6 +495,15 @@ class Transport:
 
     def _other_scheme(self, scheme: str) -> str:
         return f"the address may have to begin with {scheme}://{self.base.partition('://')[2]}"
+
+
+@contextlib.contextmanager
+def _placed(request: Request) -> Iterator[None]:
+    """Begin errors about a response with what was asked for."""
+    try:
+        yield
+    except (BlobDamaged, RemoteError) as error:
+        raise error.at(request.what) from None
 
 
 def _tls_error(error: BaseException) -> ssl.SSLError | None:

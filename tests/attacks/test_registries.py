@@ -175,7 +175,7 @@ def test_list_and_manifest_without_end_are_cut_off() -> None:
 def test_blob_of_another_length_is_refused_before_its_bytes() -> None:
     for data in (DATA[:-1], DATA + b"x"):
         answer = partial(ranged, data=data)
-        server = refused(answer, read, BlobDamaged, "bytes, expected")
+        server = refused(answer, read, BlobDamaged, "^blob .* bytes, expected")
         assert len(server.requests) == 1
 
 
@@ -207,7 +207,7 @@ def test_wrong_range_is_refused(content_range: str | None) -> None:
         answer,
         lambda client: read(client, 500, 50_000, None),
         BlobstoreError,
-        "Content-Range|bytes, expected",
+        "^blob .*(Content-Range|bytes, expected)",
     )
     assert len(server.requests) == 1
 
@@ -300,8 +300,8 @@ def test_compressed_body_is_refused_unread() -> None:
     def answer(_: Received) -> bytes:
         return reply(200, bomb, content_encoding="gzip", content_type=DOCKER_MANIFEST)
 
-    server = refused(answer, read, RemoteError, "'gzip', which was not accepted")
-    refused(answer, lambda client: client.get_manifest("a", "b"), RemoteError, "not accepted")
+    server = refused(answer, read, RemoteError, "^blob .*'gzip', which was not accepted")
+    refused(answer, lambda client: client.get_manifest("a", "b"), RemoteError, "^manifest .*gzip")
     assert server.requests[0].headers["accept-encoding"] == "identity"
 
 
