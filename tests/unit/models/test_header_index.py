@@ -92,6 +92,7 @@ def test_an_unproven_manifest_gets_no_index(store: LocalStore) -> None:
         '[{}, [["DIGEST", -1]], {}]',
         '[{"t": null}, [["DIGEST", 8]], {}]',
         '[{"t": ["F32"]}, [["DIGEST", 8]], {}]',
+        '[{}, [["' + "../" * 21 + 'x", 8]], {}]',
         '[{"t": ["F33", [1], 0, 0]}, [["DIGEST", 8]], {}]',
         '[{"t": ["F32", 1, 0, 0]}, [["DIGEST", 8]], {}]',
         '[{"t": ["F32", [1.0], 0, 0]}, [["DIGEST", 8]], {}]',
