@@ -67,6 +67,12 @@ def test_fine_tunes_of_one_model_need_no_chain() -> None:
     assert bases == dict.fromkeys(tunes, base)
 
 
+@pytest.mark.parametrize(("left", "base"), [(9, RUN[1]), (10, RUN[0])])
+def test_a_base_that_is_a_delta_must_save_an_eighth(left: float, base: Reference) -> None:
+    fits = {RUN[1]: {RUN[0]: Fit(9, 1)}, RUN[2]: {RUN[0]: Fit(8, 11), RUN[1]: Fit(8, left)}}
+    assert choose_chains(fits) == {RUN[1]: RUN[0], RUN[2]: base}
+
+
 def test_models_that_need_no_base_come_first() -> None:
     bases = choose_chains({RUN[1]: {RUN[0]: Fit(1, 2)}, RUN[2]: {RUN[1]: Fit(2, 1)}, RUN[3]: {}})
     assert bases == {RUN[1]: RUN[0], RUN[2]: RUN[1]}
@@ -87,3 +93,6 @@ def test_chains_of_blobs_have_a_length(is_upwards: bool) -> None:
     added = [chains.add(*link) for link in (links if is_upwards else reversed(links))]
     assert added == [True] * MAX_WRITTEN_CHAIN + [False]
     assert chains.add(FIRST, SECOND)
+    longer = Chains({FIRST: SECOND})
+    added = [longer.add(*link) for link in list(pairwise([SECOND, *REST]))[:MAX_WRITTEN_CHAIN]]
+    assert added == [True] * (MAX_WRITTEN_CHAIN - 1) + [False]

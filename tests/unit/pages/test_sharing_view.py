@@ -43,21 +43,20 @@ def test_a_cell_is_the_bytes_that_two_models_share(store: LocalStore) -> None:
 def test_relatives_stand_together_and_a_config_makes_no_family(store: LocalStore) -> None:
     for name, seed in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
         put(store, name, {"w": seed, f"own-{name}": ord(name)})
+    put(store, "alone", {"w": 3})
 
     view = sharing_view(read_disk(store))
 
-    assert {tuple(sorted(family["models"])) for family in view["families"]} == {
-        ("a:latest", "c:latest"),
-        ("b:latest", "d:latest"),
-    }
+    families = sorted(sorted(family["models"]) for family in view["families"])
+    assert families == [["a:latest", "c:latest"], ["b:latest", "d:latest"]]
     assert view["models"] in (
-        ["a:latest", "c:latest", "b:latest", "d:latest"],
-        ["b:latest", "d:latest", "a:latest", "c:latest"],
+        ["a:latest", "c:latest", "b:latest", "d:latest", "alone:latest"],
+        ["b:latest", "d:latest", "a:latest", "c:latest", "alone:latest"],
     )
 
 
 def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> None:
-    names = [f"model.layers.{number}.w" for number in range(3)]
+    names = [*(f"model.layers.{number}.w" for number in range(3)), "head.w"]
     base = {name: layer(name, weights(seed)) for seed, name in enumerate(names)}
     changed = base | {
         names[1]: layer(names[1], tuned(7, 1)),
@@ -70,12 +69,11 @@ def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> 
     disk = read_disk(store)
     (family,) = sharing_view(disk)["families"]
 
-    assert family["columns"] == [0, 1, 2]
-    row = family["cells"][family["models"].index("ft:latest")]
+    assert family["columns"] == ["outside of layers", 0, 1, 2]
+    assert family["stacks"] == ["", *["model.layers"] * 3]
+    _, *row = family["cells"][family["models"].index("ft:latest")]
     kinds = [[bool(part) for part in cell] for cell in row]
-    assert kinds[0] == [True, False, False]
-    assert kinds[1] == [False, True, False]
-    assert kinds[2][0] is False
+    assert kinds == [[True, False, False], [False, True, False], [False, False, True]]
     assert row[1][1] < len(changed[names[1]]) / 2
 
 

@@ -49,7 +49,9 @@ def test_claimed_and_large_tensors_are_no_neighbours() -> None:
     [
         (DType.F8_E4M3, 256, True),
         (DType.U8, 128, True),
+        (DType.U8, 64, True),
         (DType.U32, 32, True),
+        (DType.U32, 16, True),
         (DType.F8_E4M3, 128, False),
         (DType.F8_E4M3, 1, False),
     ],
