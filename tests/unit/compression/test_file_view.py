@@ -28,6 +28,17 @@ def test_bytes_come_from_the_window_that_has_all_of_them(wanted: slice, found: b
     assert len(bytes(FILE[wanted])) == len(found)
 
 
+def test_touches_what_comes_from_the_file_itself() -> None:
+    touched: list[tuple[int, int]] = []
+    view = FileView(
+        FILE,
+        Window(0, memoryview(b"abc")),
+        touch=lambda begin, end: touched.append((begin, end)),
+    )
+    assert bytes(view[0:3]) + bytes(view[2:5]) == b"abc234"
+    assert touched == [(2, 5)]
+
+
 def test_has_the_size_of_the_file() -> None:
     assert len(WINDOWED) == 10
     assert bytes(FileView(FILE)[2:4]) == b"23"
