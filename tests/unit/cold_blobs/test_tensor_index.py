@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from blobstore.cold_blobs.tensor_index import Read
     from blobstore.safetensors.header import Header
 
-SIZE = 2 * MIN_PIECE
+SIZE = 8 * MIN_PIECE
+"""More bytes than are read first."""
 
 
 def header_of(data: bytes) -> Header:

@@ -87,8 +87,7 @@ def test_what_cannot_be_fetched_is_asked_for_again(
     option, limits = locked(hub, tmp_path), {"prewarm._RETRY_SECONDS": 0.1}
     limits["pull_through._REFUSED_SECONDS"] = 0.1
     with serving(store, tmp_path, "--upstream", hub.url, option, limits=limits) as server:
-        entry = next(one for one in iter(lambda: server.wait_for_log("prewarm"), None))
-        assert entry["error"]
+        assert server.wait_for_log("prewarm")["error"]
         assert server.request("/readyz")[0] == 503
         hub.repos["org/model"].status = 0
         until_ready(server)

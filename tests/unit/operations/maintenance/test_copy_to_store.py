@@ -55,7 +55,7 @@ def test_copies_a_frozen_model(store: LocalStore, other: LocalStore) -> None:
 
     copy_to_store("model", other, store=store)
 
-    assert verify_models(store=other).faults == ()
+    assert verify_models(["model"], store=other).faults == ()
     assert not list(other.cold_files())
 
 
@@ -108,7 +108,7 @@ def test_reads_from_a_store_without_write_permission() -> None:
             return copy_to_store("model", other, store=store).bytes_present
 
         assert sandbox.call(copy, unprivileged=True) == "0"
-        assert verify_models(store=other).faults == ()
+        assert verify_models(["model"], store=other).faults == ()
 
 
 def test_a_model_that_is_replaced_in_the_meantime_is_copied_with_its_own_blobs(
@@ -125,7 +125,7 @@ def test_a_model_that_is_replaced_in_the_meantime_is_copied_with_its_own_blobs(
     monkeypatch.setattr(LocalStore, "resolve", late)
     copy_to_store("model", other, store=store)
     assert other.read_manifest("model") == store.read_manifest("model")
-    assert verify_models(store=other).faults == ()
+    assert verify_models(["model"], store=other).faults == ()
 
 
 def test_a_model_that_is_removed_while_it_is_copied_is_copied_completely(
@@ -140,7 +140,7 @@ def test_a_model_that_is_removed_while_it_is_copied_is_copied_completely(
 
     monkeypatch.setattr(LocalStore, "ingest", late)
     copy_to_store("model", other, store=store)
-    assert verify_models(store=other).faults == ()
+    assert verify_models(["model"], store=other).faults == ()
     assert not store.read_leases().digests
 
 
