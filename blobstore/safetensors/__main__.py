@@ -71,7 +71,8 @@ def _as_table(metadata: dict[str, str] | None, tensors: list[dict[str, Any]]) ->
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     total = tensors[-1]["data_offsets"][1] if tensors else 0
-    lines.append(f"{len(tensors)} tensors, {total} bytes")
+    count = f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
+    lines.append(f"{count}, {total} byte{'s' * (total != 1)}")
     return "\n".join(lines) + "\n"
 
 

@@ -119,7 +119,7 @@ class SafetensorsWriter:
         if self._missing:
             names = ", ".join(quote(name) for name in sorted(self._missing)[:_SHOWN])
             error = SafetensorError(
-                f"{len(self._missing)} tensors have not been written: {names}; the file is discarded"
+                f"tensors not written: {len(self._missing)}, {names}; the file is discarded"
             )
             self._abandon(type(error), error, None)
             raise error

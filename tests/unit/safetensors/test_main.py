@@ -71,11 +71,16 @@ def test_a_missing_file_is_an_error(path: str, capsys: pytest.CaptureFixture[str
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_an_empty_file_has_no_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_may_have_one_tensor_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({}, tmp_path / "a")
 
     assert main([str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out == "0 tensors, 0 bytes\n"
+    save_file({"x": np.array(1, np.int8)}, tmp_path / "a")
+    assert main([str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.endswith("\n1 tensor, 1 byte\n")
 
 
 def test_the_module_is_a_program(path: str) -> None:

@@ -112,7 +112,7 @@ def test_a_file_without_all_tensors_is_not_published(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "a", KINDS)
     writer.write("a", FOUND["a"])
 
-    with pytest.raises(SafetensorError, match='3 tensors have not been written: "?.?b'):
+    with pytest.raises(SafetensorError, match="tensors not written: 3, 'b', 'c', 'd'; the file"):
         writer.close()
 
     assert (tmp_path / "a").read_bytes() == b"old"
