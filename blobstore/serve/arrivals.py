@@ -24,6 +24,7 @@ from blobstore.errors import (
     Damaged,
     DamagedSource,
     InvalidManifest,
+    NameTaken,
     SourceError,
     StoreBusy,
 )
@@ -222,17 +223,23 @@ class Arrival(Fetch):
         return names
 
     def _import(self, tree: _Tree, names: Sequence[str], large: Mapping[str, str]) -> None:
-        update = self._host.update_of(self)
         try:
-            self._import_from(tree, update, large)
+            self._import_from(tree, large)
         except (SourceError, DamagedSource) as error:
             if tree.kept is not None or lacks_files(error):
                 raise
             # All files are those that the upstream lists, so their faults concern only their readers.
             tree.keep([name for name in names if is_valid_name(name)])
-            self._import_from(tree, update, large)
+            self._import_from(tree, large)
 
-    def _import_from(self, tree: _Tree, update: NameUpdate, large: Mapping[str, str]) -> None:
+    def _import_from(self, tree: _Tree, large: Mapping[str, str]) -> None:
+        try:
+            self._import_as(self._host.update_of(self), tree, large)
+        except NameTaken:
+            # By another fetch meanwhile, such as one of a further file, or else it fails again.
+            self._import_as(self._host.update_of(self), tree, large)
+
+    def _import_as(self, update: NameUpdate, tree: _Tree, large: Mapping[str, str]) -> None:
         source = _Folder(self._folder, DEFAULT_OPTIONS, tree)
         try:
             source.repository, source.commit = self.repository, self.commit

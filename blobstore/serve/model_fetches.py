@@ -145,7 +145,7 @@ class ModelFetches:
                 if (origin := pulled.origin(manifest)) and not pulled.is_recorded(origin):
                     continue  # a peer had it otherwise
                 if reference != asked.reference and not asked.is_commit:
-                    self._name(asked.reference, manifest, key)
+                    self.name(asked.reference, manifest, key)
                 return True
         return False
 
@@ -191,7 +191,7 @@ class ModelFetches:
         names = self._library.listed_tags(former)
         return () if any(map(self._library.is_own, names)) else names
 
-    def _name(self, reference: Reference, manifest: Manifest, commit: Commit) -> None:
+    def name(self, reference: Reference, manifest: Manifest, commit: Commit) -> None:
         """Give a model that was fetched one more name, unless that is the store's own."""
         try:
             with self._library.pulled.held(commit) as is_recorded:
@@ -286,7 +286,7 @@ class ModelFetches:
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
                     self._library.pulled.names.give(arrival.reference, manifest)
                     for reference in arrival.names - {arrival.reference}:
-                        self._name(reference, manifest, key)
+                        self.name(reference, manifest, key)
             bounded(self.ended_at)[key] = time.monotonic()
         elif isinstance(arrival.error, NameTaken):
             self._library.pulled.names.not_given(arrival.reference, key)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import capacity
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, RemoteError
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.add_file import add_file
 from blobstore.serve.arriving_file import ArrivingFile
 from blobstore.serve.expiring import Expiring
@@ -23,20 +24,21 @@ from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.names import any_tag
 from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import EVERYONE, client_of
-from blobstore.serve.unprepared import NotFetched, wait_for
+from blobstore.serve.unprepared import NotFetched, prepared, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.reference import Reference
     from blobstore.serve.arriving_file import Claim
     from blobstore.serve.asked import Asked
     from blobstore.serve.cache_limit import CacheLimit
     from blobstore.serve.find_upstream import FoundAt
     from blobstore.serve.library import Library, ServedModel
     from blobstore.sources.hub_listing import ListedFile
+    from blobstore.store.fetched import Commit
 
 
 _Key = tuple[str, str, str]
@@ -99,19 +101,17 @@ class OtherFile(Fetch):
         # Before the tags are listed, because a model that is arriving gets them only in the end.
         self._host.wait_for_model(self)
         with self.turn:
-            names = add_file(
-                self._store,
-                self._library.listed_tags(self.at),
-                self._is_wanted,
-                self._giving,
-                self.name,
-                file.path,
-            )
-        if not names:
-            # The file stays for the next attempt.
-            raise RemoteError(
-                f"{self.repository}, which file {quote(self.name)} is of, is not there"
-            )
+            if self._add(file.path):
+                return
+            self._host.name_again(self)
+            if not self._add(file.path):
+                # The file stays for the next attempt.
+                message = f"{self.repository}, which file {quote(self.name)} is of, is not there"
+                raise RemoteError(message)
+
+    def _add(self, path: Path) -> list[Reference]:
+        names = self._library.listed_tags(self.at)
+        return add_file(self._store, names, self._is_wanted, self._giving, self.name, path)
 
     def report(self) -> None:
         """See :class:`Fetch`."""
@@ -139,6 +139,7 @@ class OtherFiles:
         limit: CacheLimit,
         arrivals: Mapping[tuple[str, str], Fetch],
         ask: Callable[[Asked, str], FoundAt | None],
+        name: Callable[[Reference, Manifest, Commit], object],
         note: Callable[..., object],
     ) -> None:
         """Fetch nothing yet.
@@ -148,10 +149,11 @@ class OtherFiles:
             limit: gives space for the files.
             arrivals: the models that arrive now, by repository and commit.
             ask: finds a server with a commit, if the client with this token may read it now.
+            name: gives a fetched model one more name.
             note: called with the fields of a line for the log.
         """
         self._library, self._limit, self._arrivals = library, limit, arrivals
-        self._ask, self._note = ask, note
+        self._ask, self._name, self._note = ask, name, note
         self._fetched, self._is_closed = 0, False
         self._lock, self._counting = threading.Lock(), threading.Lock()
         """As those of :class:`ModelFetches`."""
@@ -221,6 +223,19 @@ class OtherFiles:
         arrival = self._arrivals.get((fetch.repository, fetch.commit))
         if arrival is not None:
             arrival.ended.wait()
+
+    def name_again(self, fetch: OtherFile) -> None:
+        """Give the commit of a file a name of its own, because others have got its names while the file arrived."""
+        at, commit = fetch.at, fetch.commit
+        key = fetch.repository, commit
+
+        def manifests() -> list[Manifest | None]:
+            several = self._library.at_commit(at, commit)
+            return [self._library.version(one).manifest for one in several]
+
+        for manifest in prepared(manifests):
+            if manifest is not None and self._library.pulled.commit_of(manifest) == key:
+                self._name(Reference(*at.parts[:3], commit), manifest, key)
 
     def ended(self, fetch: OtherFile) -> None:
         """Serve the file from the store, or repeat its failure, from now on. Called on the thread of the fetch."""

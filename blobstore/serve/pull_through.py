@@ -123,7 +123,9 @@ class PullThrough:
         self._limit = CacheLimit(library, max_size, self._note)
         self._fetches = ModelFetches(library, self.peers, self._limit, self._record, self._note)
         running = self._fetches.running
-        self._others = OtherFiles(library, self._limit, running, self._find, self._note)
+        self._others = OtherFiles(
+            library, self._limit, running, self._find, self._fetches.name, self._note
+        )
         self._fetches.is_full = self._others.is_full
         self._folder = lock_arrivals(self._store)
         library.pulled.own()

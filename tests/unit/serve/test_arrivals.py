@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
-from blobstore.errors import NameConflict, RemoteError
+from blobstore.errors import NameConflict, NameTaken, RemoteError
 from blobstore.http.retry import Patience
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
@@ -33,6 +35,7 @@ from blobstore.sources import selection
 from blobstore.sources.hub_listing import ListedFile
 from blobstore.sources.versions import SourceVersions
 from blobstore.store.local import LocalStore
+from blobstore.store.names import NewModel
 from tests.support.hub_server import HubServer, Repo
 from tests.support.models import write_folder
 from tests.support.serve import read_parts
@@ -96,6 +99,29 @@ def test_files_of_a_lost_upstream_stay_and_are_not_fetched_again(
     size = sum(path.stat().st_size for path in repo.folder.iterdir())
     assert through._fetches.fetched - before == size - sum(found.values())
     assert left(through) == {}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_name_that_a_fetch_gives_while_another_one_imports_is_given_again(
+    through: PullThrough, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as to the same model with one more file. What the operator gives it stays."""
+    assert arrive(through).error is None
+    store, name = through._store, Reference.parse(NAME)
+    manifest = store.resolve(name)
+    other = replace(manifest, layers=manifest.layers[:-1])
+    several, install = [other], store.names.install
+
+    def install_later(*models: Any, **options: Any) -> list[bytes | None]:
+        while several:
+            new = several.pop()
+            update = replace(store.names.seen(name), is_fetched=not is_own)
+            install([NewModel(update, new.to_bytes(), new.blobs)], is_brought=False)
+        return install(*models, **options)
+
+    monkeypatch.setattr(store.names, "install", install_later)
+    assert isinstance(arrive(through).error, NameTaken) == is_own
+    assert store.parse(name)[1] == (other if is_own else manifest)
 
 
 def test_files_of_a_wrong_upstream_do_not_stay(through: PullThrough, repo: Repo) -> None:

@@ -138,7 +138,7 @@ def test_a_file_that_was_left_out_and_is_lost_comes_again_when_a_client_asks_for
 def test_no_file_is_begun_after_the_end(store: LocalStore) -> None:
     nothing: Any = None  # no space is claimed
     found: Any = object()
-    others = OtherFiles(Library(store), nothing, {}, lambda *_: found, print)
+    others = OtherFiles(Library(store), nothing, {}, lambda *_: found, print, print)
     assert others.close() == []
     asked = Asked.named(Reference.parse(NAME))
     others._begin(asked, "", ListedFile(ONNX, 1, "sha1", "a" * 40))
@@ -257,6 +257,35 @@ def test_a_lost_upstream_says_that_it_is_lost(
         assert got(server, "README.md") == (200, b"# M\n")
 
 
+def test_a_file_whose_tag_moves_while_it_arrives_is_that_of_its_commit(
+    hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
+) -> None:
+    gate = repo.gates[ONNX] = (100, threading.Event())
+    later = write_folder(tmp_path / "later", dense_tensors(), files={"README.md": b"# Later\n"})
+    with (
+        serving(store, tmp_path, "--upstream", hub.url, "--fresh", "0") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        arrived(server)
+        client = pool.submit(got, server, ONNX)
+        try:
+            while server.request(f"{AT}/{ONNX}", Range="bytes=0-9")[0] == 503:
+                assert not client.done()
+            hub.repos[NAME] = Repo(later, "b" * 40, branches={"former": repo})
+            while b"later" not in got(server, "README.md")[1].lower():
+                assert not client.done()
+            server.wait_for_log("commit", "b" * 40)
+        finally:
+            gate[1].set()
+        right = (repo.folder / ONNX).read_bytes()
+        assert client.result() == (200, right)
+        assert "error" not in server.wait_for_log("file", ONNX)
+        by_commit = f"/{NAME}/resolve/{repo.commit}/{ONNX}"
+        assert server.request(by_commit)[2] == right
+        assert got(server, "README.md") == (200, b"# Later\n")
+    assert hub.requests[f"GET /store/{NAME}/resolve/{repo.commit}/{ONNX}"] == 1
+
+
 def test_a_name_that_was_given_to_another_model_keeps_it(
     hub: HubServer, repo: Repo, store: LocalStore, tmp_path: Path
 ) -> None:
@@ -274,8 +303,9 @@ def test_a_name_that_was_given_to_another_model_keeps_it(
             made = create(own, NAME, store=store)
         finally:
             gate[1].set()
-        server.wait_for_log("error", "is not there")
+        server.wait_for_log("file", ONNX)
     assert Digest.of(store.read_manifest(NAME)) == made.digest
+    assert any(layer.name == ONNX for layer in store.resolve(f"{NAME}:{repo.commit}").layers)
 
 
 def test_a_file_that_no_store_can_have_is_refused_by_its_name(
