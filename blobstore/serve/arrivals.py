@@ -236,7 +236,7 @@ class Arrival(Fetch):
         try:
             self._import_as(self._host.update_of(self), tree, large)
         except NameTaken:
-            # By another fetch meanwhile, such as one of a further file, or else it fails again.
+            # By another fetch in the meantime, such as one of a further file, or else it fails again.
             self._import_as(self._host.update_of(self), tree, large)
 
     def _import_as(self, update: NameUpdate, tree: _Tree, large: Mapping[str, str]) -> None:

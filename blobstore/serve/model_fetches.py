@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, NameTaken
+from blobstore.errors import BlobstoreError
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.asked import check_given, names_of
 from blobstore.serve.cold_files import owners_of
@@ -196,10 +196,8 @@ class ModelFetches:
         try:
             with self._library.pulled.held(commit) as is_recorded:
                 if is_recorded:  # without a record, it would be for everyone
-                    self._store.names.publish(self._update(reference, commit), manifest)
-                    self._library.pulled.names.give(reference, manifest)
+                    self._store.names.publish(self._update(reference), manifest)
         except BlobstoreError as error:
-            self._library.pulled.names.not_given(reference, commit)
             self._note(model=str(reference), error=str(error))
 
     def fail(self, key: Commit, refusal: Refusal) -> None:
@@ -257,13 +255,13 @@ class ModelFetches:
         """See :class:`ArrivalHost`."""
         if names := self._misspelt(arrival):
             self._remove(names)
-        return self._update(arrival.reference, (arrival.repository, arrival.commit))
+        return self._update(arrival.reference)
 
-    def _update(self, reference: Reference, commit: Commit) -> NameUpdate:
+    def _update(self, reference: Reference) -> NameUpdate:
         # What changes after it is not replaced.
         with self._store.writing(), self._store.exclusive_lock():
             check_given(self._library, reference)
-            self._library.pulled.names.giving(reference, commit)
+            self._library.pulled.names.giving(reference)
             return replace(self._store.names.seen(reference), is_fetched=True)
 
     def count_error(self) -> None:
@@ -284,12 +282,9 @@ class ModelFetches:
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
-                    self._library.pulled.names.give(arrival.reference, manifest)
                     for reference in arrival.names - {arrival.reference}:
                         self.name(reference, manifest, key)
             bounded(self.ended_at)[key] = time.monotonic()
-        elif isinstance(arrival.error, NameTaken):
-            self._library.pulled.names.not_given(arrival.reference, key)
         with self._lock:
             for reference in arrival.names:
                 self._library.arriving.pop(reference, None)

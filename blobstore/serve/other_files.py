@@ -28,7 +28,6 @@ from blobstore.serve.unprepared import NotFetched, prepared, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from blobstore.manifests.model import Manifest
@@ -111,7 +110,7 @@ class OtherFile(Fetch):
 
     def _add(self, path: Path) -> list[Reference]:
         names = self._library.listed_tags(self.at)
-        return add_file(self._store, names, self._is_wanted, self._giving, self.name, path)
+        return add_file(self._store, names, self._is_wanted, self.name, path)
 
     def report(self) -> None:
         """See :class:`Fetch`."""
@@ -124,10 +123,6 @@ class OtherFile(Fetch):
                 self._library.pulled.commit_of(manifest) == (self.repository, self.commit)
             )
         return False
-
-    def _giving(self, reference: Reference, manifest: Manifest) -> AbstractContextManager[None]:
-        commit = (self.repository, self.commit)
-        return self._library.pulled.names.changing(reference, commit, manifest)
 
 
 class OtherFiles:

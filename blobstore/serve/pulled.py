@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.core.files import (
     FileVersion,
+    is_absence,
     is_there,
     make_folders,
     read_regular,
     write_file,
 )
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.models.source_layers import read_source_record
-from blobstore.serve.given_names import MAX_RECORD, GivenNames, read_record
+from blobstore.serve.given_names import GivenNames
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
 from blobstore.store.fetched import (
     Brought,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
+_MAX_RECORD: Final = 64 << 20
 _SETTLED_NS: Final = 2 * 10**9
 """Nanoseconds after which another change of a folder cannot have the same time."""
 _TOUCH_SECONDS: Final = 30.0
@@ -194,7 +197,6 @@ class PulledModels:
         """Look at the folder for the last time: from now on, no other process may write records."""
         self._look()
         self._is_own = True
-        self.names.settle()
 
     def _look(self) -> None:
         """Read the records that have changed."""
@@ -216,7 +218,7 @@ class PulledModels:
                 found, known = FileVersion.of(path), self._files.get(name)
                 try:
                     if known is None or known[0] != found:
-                        record = _Record.from_bytes(read_regular(path, MAX_RECORD))
+                        record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
                         known = found, record.short()
                     files[name] = known
                 except (OSError, ValueError, BlobstoreError):  # as if it were lost
@@ -397,7 +399,7 @@ class PulledModels:
 
     def brought(self, manifest: Digest) -> Brought | None:
         """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
-        noted = read_record(self._folder / brought_name(manifest))
+        noted = _read(self._folder / brought_name(manifest))
         if not noted:
             return None
         return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS
@@ -426,7 +428,7 @@ class PulledModels:
         """Return a record with its other files, which are read for that. Raises StoreError."""
         with contextlib.suppress(ValueError):  # it is damaged
             path = self._path(origin.repository, origin.commit)
-            found = _Record.from_bytes(read_record(path)).origin
+            found = _Record.from_bytes(_read(path)).origin
             plain = replace(origin, brought=None, manifest=None, is_of_peer=False)
             if found is not None and found.short() == plain:
                 return replace(origin, others=found.others)
@@ -468,6 +470,18 @@ def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:
         elif one.is_public is not None:
             former[one.repository] = former.get(one.repository, True) and one.is_public
     return former | stated
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of a record or a note, none if it is not there. Raises StoreError."""
+    try:
+        return read_regular(path, _MAX_RECORD)
+    except BlobstoreError:  # it is not a file of ours
+        return b""
+    except OSError as error:
+        if is_absence(error):
+            return b""
+        raise StoreError(f"cannot read {quote(path)}: {error.strerror}") from error
 
 
 def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:

@@ -67,14 +67,9 @@ def brought_name(manifest: Digest) -> str:
     return f"{BROUGHT}{manifest.hex}"
 
 
-def link_name(reference: Reference) -> str:
-    """Return the name of the second link to the manifest that a server has given a name.
+def given_name(reference: Reference) -> str:
+    """Return the name of the note that a server has given a name, or is about to.
 
     It begins with a dot, as that of no record does.
     """
     return f".name-{Digest.of(str(reference).encode()).hex}"
-
-
-def giving_name(reference: Reference) -> str:
-    """Return the name of the note that a server is about to give a name, or has given it without such a link."""
-    return f".giving-{Digest.of(str(reference).encode()).hex}"

@@ -31,8 +31,7 @@ from blobstore.store.fetched import (
     Brought,
     brought_name,
     fetched_from,
-    giving_name,
-    link_name,
+    given_name,
     record_name,
 )
 from blobstore.store.history import FormerManifest, History, WholeHistory
@@ -282,7 +281,8 @@ class Names:
             self._store.check_size(blob.digest, blob.size)
         self.check_name(update.reference)
         now = self.version(update.reference)
-        if update.old is not ANYTHING and now not in (update.old, digest, ABSENT):
+        is_taken = update.is_fetched and not is_there(self._given(update.reference))
+        if is_taken or (update.old is not ANYTHING and now not in (update.old, digest, ABSENT)):
             raise NameTaken(
                 f"the name {quote(update.reference)} was given to another model in the meantime: "
                 f"it was {_shown(update.old)} and is {_shown(now)} now",
@@ -317,13 +317,15 @@ class Names:
     def _note_giver(self, update: NameUpdate) -> None:
         """Forget that a server has given a name, or is giving it now: it is the user's, unless the server gives this one."""
         if not update.is_fetched:
-            self._forget(link_name(update.reference), giving_name(update.reference))
+            self._forget(update.reference)
 
-    def _forget(self, *notes: str) -> None:
-        """Remove notes about names that a server has given."""
-        for name in notes:
-            with contextlib.suppress(OSError):  # the folder is another user's
-                (self._layout.pulled / name).unlink()
+    def _forget(self, reference: Reference) -> None:
+        """Remove the note that a server has given a name, or is giving it."""
+        with contextlib.suppress(OSError):  # the folder is another user's
+            self._given(reference).unlink()
+
+    def _given(self, reference: Reference) -> Path:
+        return self._layout.pulled / given_name(reference)
 
     def _note_brought(self, model: NewModel, *, is_brought: bool) -> None:
         """Note whether a user brings a model that a server has fetched into another store, or this one's server does.
@@ -405,7 +407,7 @@ class Names:
                         continue
                     raise self._store.not_found(reference) from None
                 folders[path.parent] = None
-                self._forget(link_name(reference))
+                self._forget(reference)
         finally:
             for folder in folders:
                 # Even if a later name does not exist: those before it must be removed durably.

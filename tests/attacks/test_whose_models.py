@@ -60,9 +60,7 @@ def fetch(store: LocalStore, source: Path, name: Reference) -> None:
     """Do what a server does when it fetches a restricted model for a client."""
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=False)
-    pulled.names.giving(name, COMMIT)
     import_as(store, source, name, mark_of(COMMIT))
-    pulled.names.give(name, store.resolve(name))
 
 
 def import_as(store: LocalStore, source: Path, name: Reference, mark: str = "") -> None:
@@ -71,6 +69,8 @@ def import_as(store: LocalStore, source: Path, name: Reference, mark: str = "") 
     opened.repository, opened.commit = COMMIT
     with contextlib.closing(opened):
         update = replace(replace_any(name), is_fetched=bool(mark))
+        if mark:
+            PulledModels(store).names.giving(name)
         import_source(opened, update, store, ImportOptions(), mark=mark)
 
 
@@ -274,7 +274,7 @@ def test_a_model_that_the_user_imports_while_a_fetch_gives_the_name_is_his(
     pulled = PulledModels(store)
     pulled.keep(ORIGIN, is_public=False)
     if is_noted:
-        pulled.names.giving(NAME, COMMIT)
+        pulled.names.giving(NAME)
     import_as(store, source, NAME)
     assert not pulled.names.has_given(NAME)
     assert is_shown(store, NAME)
@@ -285,16 +285,13 @@ def test_a_name_that_the_user_gives_the_fetched_manifest_is_his_whenever_a_fetch
 ) -> None:
     pulled, manifest = PulledModels(cache), cache.resolve(NAME)
     for is_given in (False, True):
-        pulled.names.giving(COPY, COMMIT)
+        pulled.names.giving(COPY)
         if is_given:
             import_as(cache, source, COPY, mark_of(COMMIT))
+        update = replace(cache.names.seen(COPY), is_fetched=True)
         copy_model(NAME, COPY, store=cache)
-        if not is_given:
-            import_as(cache, source, COPY, mark_of(COMMIT))
-        pulled.names.give(COPY, manifest)
-        assert not pulled.names.has_given(COPY)
-        with pytest.raises(NameTaken), pulled.names.changing(COPY, COMMIT, manifest):
-            pass
+        with pytest.raises(NameTaken):
+            cache.names.publish(update, manifest)
         assert not pulled.names.has_given(COPY)
         remove_models([COPY], store=cache)
 

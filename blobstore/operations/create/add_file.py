@@ -14,7 +14,6 @@ from blobstore.operations.create.files import FileLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
@@ -30,7 +29,6 @@ def add_file(
     store: LocalStore,
     references: Iterable[Reference],
     is_wanted: Callable[[Reference, Manifest], bool],
-    giving: Callable[[Reference, Manifest], AbstractContextManager[object]],
     name: str,
     path: Path,
 ) -> list[Reference]:
@@ -42,7 +40,6 @@ def add_file(
         store: the store.
         references: the names to look at.
         is_wanted: returns whether a name, with the model that it has now, is one that gets the file.
-        giving: returns the context in which a name is given its new manifest.
         name: the file's name in the models. One that has such a file keeps it.
         path: the file.
 
@@ -67,8 +64,7 @@ def add_file(
             lost = []
             for update, manifest in made:
                 try:
-                    with giving(update.reference, manifest):
-                        store.names.publish(update, manifest, ingest)
+                    store.names.publish(update, manifest, ingest)
                 except NameTaken:
                     lost.append(update.reference)
                 else:

@@ -60,9 +60,7 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with contextlib.closing(source):
             mark = mark_of((source.repository, source.commit))
             import_source(source, replace_any(source.repository), store, ImportOptions(), mark=mark)
-        fetched = Reference.parse(source.repository)
-        library.pulled.names.giving(fetched, (source.repository, source.commit))
-        library.pulled.names.give(fetched, store.resolve(fetched))
+        library.pulled.names.giving(Reference.parse(source.repository))
     library.pulled.touch(Origin("org/b", "1" * 40))
     return CacheLimit(library, MOST)
 

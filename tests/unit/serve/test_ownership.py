@@ -29,9 +29,7 @@ def library(store: LocalStore, tmp_path: Path) -> Library:
     create(write_folder(tmp_path / "own", dense_tensors()), OWN, store=store)
     library = Library(store)
     library.pulled.keep(ORIGIN, is_public=True)
-    library.pulled.names.giving(FETCHED, (ORIGIN.repository, ORIGIN.commit))
     import_as(store, tmp_path, ORIGIN)
-    library.pulled.names.give(FETCHED, store.resolve(FETCHED))
     return library
 
 
@@ -78,10 +76,9 @@ def test_many_names_are_looked_at_on_a_thread_and_again_only_after_a_change(
         patch.setattr(library.store, "manifest_version", None)
         assert len(library.ownership(OWN).tags) == MANY + 1
     last = Reference.parse(f"org/own:v{MANY - 1}")
-    library.pulled.names.giving(last, (ORIGIN.repository, ORIGIN.commit))
+    library.pulled.names.giving(last)
     store.manifest_path(last).unlink()
     store.manifest_path(last).write_bytes(store.read_manifest(FETCHED))
-    library.pulled.names.give(last, store.resolve(last))
     with pytest.raises(NotListed):
         library.ownership(OWN)
     found = of(library, OWN)

@@ -34,7 +34,7 @@ from blobstore.serve.refusal import Refusal
 from blobstore.serve.routes import answer
 from blobstore.serve.unprepared import NotFetched, NotListed, OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
-from blobstore.store.fetched import link_name
+from blobstore.store.fetched import given_name
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, write_folder
@@ -435,7 +435,7 @@ def test_a_name_that_nothing_says_a_fetch_has_given_gets_its_blobs_again(
     copy_model("org/model", "my/copy", store=store)
     data, manifest = store.parse("org/model")
     lost = Path(store.blob_path(max(manifest.blobs, key=lambda one: one.size).digest))
-    (store.folder("pulled") / link_name(Reference.parse("org/model"))).unlink()
+    (store.folder("pulled") / given_name(Reference.parse("org/model"))).unlink()
     lost.unlink()
 
     def found_damaged(model: str) -> int:

@@ -16,9 +16,10 @@ from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.planning.import_options import ImportOptions
-from blobstore.serve import given_names
+from blobstore.serve import pulled as pulled_models
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.store import manifests
 from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
@@ -35,6 +36,7 @@ def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
     with contextlib.closing(HuggingFaceFolder(folder)) as source:
         source.repository, source.commit = origin.repository, origin.commit
         reference = Reference.parse(origin.repository)
+        PulledModels(store).names.giving(reference)
         update = replace(store.names.seen(reference), is_fetched=True)
         mark = mark_of((origin.repository, origin.commit)) if origin.is_marked else ""
         import_source(source, update, store, ImportOptions(), started=0.0, mark=mark)
@@ -254,14 +256,15 @@ def test_a_record_that_cannot_be_read_now_is_not_absent(
     def fails(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    create(write_folder(tmp_path / "model", dense_tensors()), "org/model", store=store)
+    import_as(store, tmp_path, ORIGIN)
     pulled, reference = PulledModels(store), Reference.parse("org/model")
     pulled.keep(ORIGIN, is_public=True)
     with monkeypatch.context() as patch:
-        patch.setattr(given_names, "read_regular", fails)
+        for module in (pulled_models, manifests):
+            patch.setattr(module, "read_regular", fails)
         with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
             pulled.with_others(ORIGIN)
         with pytest.raises(StoreError, match="cannot read .*: Input/output error"):
             pulled.names.has_given(reference)
     assert pulled.with_others(ORIGIN) == ORIGIN
-    assert not pulled.names.has_given(reference)
+    assert pulled.names.has_given(reference)

@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,11 @@ from blobstore.manifests.model import LAYERS_DIGEST, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.add_file import add_file
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.serve.pulled import PulledModels
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
 ONE, OTHER, NONE = map(Reference.parse, ("team/one", "team/other", "team/none"))
-
-
-def giving(*_: object) -> nullcontext[None]:
-    return nullcontext()
 
 
 @pytest.fixture
@@ -39,15 +35,14 @@ def both(store: LocalStore, tmp_path: Path) -> LocalStore:
     folder = write_folder(tmp_path / "model", dense_tensors())
     for name in (ONE, OTHER):
         blobstore.create(folder, name, store=store)
+        PulledModels(store).names.giving(name)
     return store
 
 
 def test_the_models_that_are_wanted_get_the_file(both: LocalStore, file: Path) -> None:
     before = both.read_manifest(OTHER)
     wanted = iter([True, False])
-    found = add_file(
-        both, [ONE, NONE, OTHER], lambda *_: next(wanted), giving, "onnx/model.onnx", file
-    )
+    found = add_file(both, [ONE, NONE, OTHER], lambda *_: next(wanted), "onnx/model.onnx", file)
     assert found == [ONE]
     assert both.read_manifest(OTHER) == before
     (layer,) = (one for one in both.resolve(ONE).layers if one.name == "onnx/model.onnx")
@@ -60,12 +55,12 @@ def test_the_models_that_are_wanted_get_the_file(both: LocalStore, file: Path) -
 
 def test_a_model_that_has_such_a_file_keeps_it(both: LocalStore, file: Path) -> None:
     before = both.read_manifest(ONE)
-    assert add_file(both, [ONE], lambda *_: True, giving, "config.json", file) == []
+    assert add_file(both, [ONE], lambda *_: True, "config.json", file) == []
     assert both.read_manifest(ONE) == before
 
 
 def test_the_config_names_the_new_layers(both: LocalStore, file: Path) -> None:
-    add_file(both, [ONE], lambda *_: True, giving, "model.onnx", file)
+    add_file(both, [ONE], lambda *_: True, "model.onnx", file)
     manifest = both.resolve(ONE)
     value = json.loads(both.read_blob(manifest.config.digest, manifest.config.size))
     assert value[LAYERS_DIGEST] == str(layers_digest(manifest.layers))
@@ -82,7 +77,7 @@ def test_a_name_that_has_changed_is_not_replaced(
         blobstore.create(other, ONE, store=both)
         return next(looks)
 
-    assert add_file(both, [ONE], is_wanted, giving, "model.onnx", file) == []
+    assert add_file(both, [ONE], is_wanted, "model.onnx", file) == []
     assert not list(looks), "the new model was looked at too"
     assert [layer.name for layer in both.resolve(ONE).layers if layer.name == "w"] == ["w"]
 
@@ -99,7 +94,7 @@ def test_models_get_all_files_that_are_added_at_once(both: LocalStore, tmp_path:
                 wait(60)
             return True
 
-        return add_file(both, [ONE], is_wanted, giving, name, path)
+        return add_file(both, [ONE], is_wanted, name, path)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(add, names)) == [[ONE], [ONE]]
@@ -109,7 +104,7 @@ def test_models_get_all_files_that_are_added_at_once(both: LocalStore, tmp_path:
 
 def test_a_model_that_has_this_file_is_one_that_has_got_it(both: LocalStore, file: Path) -> None:
     for _ in range(2):
-        assert add_file(both, [ONE], lambda *_: True, giving, "m.onnx", file) == [ONE]
+        assert add_file(both, [ONE], lambda *_: True, "m.onnx", file) == [ONE]
 
 
 def test_a_name_that_others_change_each_time_is_left_to_them(
@@ -120,8 +115,8 @@ def test_a_name_that_others_change_each_time_is_left_to_them(
     numbers = itertools.count()
 
     def is_wanted(*_: object) -> bool:
-        add_file(both, [ONE], lambda *_: True, giving, f"{next(numbers)}.onnx", other)
+        add_file(both, [ONE], lambda *_: True, f"{next(numbers)}.onnx", other)
         return True
 
-    assert add_file(both, [ONE], is_wanted, giving, "model.onnx", file) == []
+    assert add_file(both, [ONE], is_wanted, "model.onnx", file) == []
     assert len(both.resolve(ONE).layers) == len(before.layers) + next(numbers)
