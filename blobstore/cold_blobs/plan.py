@@ -92,7 +92,7 @@ def plan_freeze(
     if base is not None:
         store.resolve(base)
     chosen: dict[Reference, Manifest] = {}
-    for reference in named or searched.states:
+    for reference in named or [name for name, _ in plan.reachable.by_name()]:
         try:
             chosen[reference] = store.resolve(reference)
         except ModelNotFound:

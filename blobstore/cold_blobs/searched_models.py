@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
-    from blobstore.store.reachability import ManifestState, ReachableBlobs
+    from blobstore.store.reachability import ReachableBlobs
 
 _FAMILY: Final = 64
 """Models of one layout that are all considered."""
@@ -45,12 +45,10 @@ class SearchedModels:
     def __init__(self, store: LocalStore, reachable: ReachableBlobs) -> None:
         """Take what was read of the store's manifests."""
         self._store = store
-        self._references = reachable.references
-        self.states: Mapping[Reference, ManifestState] = dict(reachable.by_name())
-        """The manifests by name."""
-        self._layouts: dict[bytes, list[Reference]] = defaultdict(list)
-        for name, state in self.states.items():
-            self._layouts[state.known.layout].append(name)
+        self._reachable = reachable
+        self._layouts: dict[bytes, list[str]] = defaultdict(list)
+        for path, state in reachable.by_path().items():
+            self._layouts[state.known.layout].append(path)
 
     def find(
         self,
@@ -69,29 +67,34 @@ class SearchedModels:
             if with_similar
             else []
         )
-        for members in self._layouts.values():
+        for paths in self._layouts.values():
             interrupts.check()
-            first = next(self._read(members, found), None)
+            first = next(self._read(self._names(paths), found), None)
             if first is None:
                 continue
             name, manifest = first
             kind = kind_of(tensor_layers(manifest))
             layers = (layer._replace(digest=Digest("")) for layer in manifest.layers)
             if kind and any(map(is_useful, layers)):
-                found.update(self._read(members, found))
+                found.update(self._read(self._names(paths), found))
             elif any(_size(kind & other) >= MIN_SIMILAR * _size(other) for other in kinds if kind):
                 found[name] = manifest
-                found.update(self._read(self._some(members, chosen), found))
+                found.update(self._read(self._some(paths, chosen), found))
         return found
 
     def uses(self, layers: Iterable[Descriptor]) -> dict[Digest, int]:
         """Return how many models have each of some blobs."""
-        numbers = self._references.numbers(layer.digest for layer in layers)
+        numbers = self._reachable.references.numbers(layer.digest for layer in layers)
         counts = self._counts()
         return {digest: counts[number] for digest, number in numbers.items()}
 
     def _counts(self) -> Sequence[int]:
-        return self._references.uses(state.known.row for state in self.states.values())
+        return self._reachable.references.uses(
+            state.known.row for state in self._reachable.by_path().values()
+        )
+
+    def _names(self, paths: Iterable[str]) -> Iterator[Reference]:
+        return (name for name, _ in self._reachable.by_name(paths))
 
     def _read(
         self, names: Iterable[Reference], known: Mapping[Reference, Manifest]
@@ -101,18 +104,21 @@ class SearchedModels:
                 yield name, known[name] if name in known else self._store.parse(name)[1]
 
     def _some(
-        self, family: Sequence[Reference], chosen: Mapping[Reference, Manifest]
+        self, paths: Sequence[str], chosen: Mapping[Reference, Manifest]
     ) -> Iterable[Reference]:
         """Return those of the models of one layout that may be the bases of the chosen ones."""
+        family = list(self._names(paths))
         if len(family) <= _FAMILY:
             return family
-        counts, sizes = self._counts(), self._references.sizes
+        counts, sizes = self._counts(), self._reachable.references.sizes
+        others = [str(self._store.manifest_path(name)) for name in chosen]
+        states = dict(self._reachable.by_name([*paths, *others]))
 
         def age(name: Reference) -> tuple[float, Reference]:
-            return self.states[name].state.modified, name
+            return states[name].state.modified, name
 
         def rank(name: Reference) -> tuple[int, Reference]:
-            blobs = self.states[name].known.blobs
+            blobs = states[name].known.blobs
             return -sum(sizes[blob] * counts[blob] for blob in blobs), name
 
         named = {
@@ -120,7 +126,7 @@ class SearchedModels:
         }
         some = {name for name in family if not named.isdisjoint(normalized_names(name))}
         some.update(sorted(family, key=age)[:_CHOSEN], sorted(family, key=rank)[:_CHOSEN])
-        for name in chosen.keys() & self.states.keys():
+        for name in chosen.keys() & states.keys():
             some.update(neighbours(name, family, age))
         return some
 

@@ -101,8 +101,9 @@ class FileVersion(NamedTuple):
     @classmethod
     def of_status(cls, status: os.stat_result) -> Self:
         """Return the version of the file with that status."""
-        modified, changed = status.st_mtime_ns, status.st_ctime_ns
-        return cls(status.st_dev, status.st_ino, status.st_size, modified, changed)
+        times = status.st_mtime_ns, status.st_ctime_ns
+        # In half the time of the usual constructor, because there may be very many.
+        return tuple.__new__(cls, (status.st_dev, status.st_ino, status.st_size, *times))
 
     @property
     def state(self) -> FileState:

@@ -245,7 +245,7 @@ class CacheLimit:
             for name, origin in origins.items()
             if origin and self._pulled.names.has_given(name)
         }
-        hex_digests = names.references.hex_digests()
+        hex_digests = list(names.references.hex_digests())
 
         def add(
             name: Reference, origin: Origin | None, blobs: Mapping[str, int]

@@ -16,6 +16,7 @@ from blobstore.core.fork import cached_property
 
 if TYPE_CHECKING:
     import os
+    from array import array
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
@@ -47,17 +48,23 @@ class Holdings:
     @cached_property
     def counts(self) -> Sequence[int]:
         """The number of names that keep each blob; the cache counts as one, and so does the shared store."""
-        counts = self.references.uses(known.row for known in self._catalog.known())
-        for known in self._catalog.known() if self._bases else ():
-            numbers = known.blobs
-            if (held := self._with_bases(numbers)) is not numbers:
-                for number in set(held).difference(numbers):
-                    counts[number] += 1
+        counts = self.uses(self._catalog.known())
         for number in self.cached:
             counts[number] += 1
         for number, count in enumerate(counts) if self._store.shared is not None else ():
             counts[number] += count == 1 and self._store.is_shared(self.references.digest(number))
         return counts
+
+    def uses(self, several: Iterable[KnownManifest]) -> array[int]:
+        """Return how many of these manifests keep each blob, by number."""
+        several = list(several)
+        uses = self.references.uses(known.row for known in several)
+        for known in several if self._bases else ():
+            numbers = known.blobs
+            if (held := self._with_bases(numbers)) is not numbers:
+                for number in set(held).difference(numbers):
+                    uses[number] += 1
+        return uses
 
     def of(self, reference: Reference) -> Collection[int]:
         """Return the blobs that a name keeps; none if somebody has removed it since."""

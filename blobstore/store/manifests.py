@@ -221,10 +221,12 @@ class ManifestReader(BlobReader):
         list_one = folders_and_files if listings is None else listings.folders_and_files
         self.check_root()
 
-        def inside(*parts: str) -> tuple[list[str], list[str]]:
+        def inside(folder: str) -> tuple[list[str], list[str]]:
             try:
-                folders, files = list_one("/".join((root, *parts)))
-                return sorted(folders, key=natural_order), sorted(files, key=natural_order)
+                folders, files = list_one(folder)
+                if len(files) > 1:  # most often, there is one
+                    files = sorted(files, key=natural_order)
+                return sorted(folders, key=natural_order), files
             except StoreError as error:
                 if on_error is None:
                     raise
@@ -232,10 +234,10 @@ class ManifestReader(BlobReader):
                 return [], []
 
         root = str(self._layout.manifests)
-        for host in inside()[0]:
-            for namespace in inside(host)[0]:
-                for model in inside(host, namespace)[0]:
-                    if files := inside(host, namespace, model)[1]:
+        for host in inside(root)[0]:
+            for namespace in inside(f"{root}/{host}")[0]:
+                for model in inside(f"{root}/{host}/{namespace}")[0]:
+                    if files := inside(f"{root}/{host}/{namespace}/{model}")[1]:
                         yield (host, namespace, model), files
 
     def has_model(self, reference: str | Reference) -> bool:

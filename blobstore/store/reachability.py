@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +28,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from blobstore.store.local import LocalStore
     from blobstore.store.references import KnownManifest
@@ -85,23 +85,26 @@ class ReachableBlobs:
                 was replaced, for example because its disk was unmounted.
         """
         self._check_folder()
-        versions: dict[str, FileVersion] = {}
+        known: dict[str, ManifestState | None] = {}
+        unknown: dict[str, FileVersion] = {}
         for path in self._paths():
             try:
                 # Before the file is read: one that is replaced in between is read again next time.
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
-                versions[path] = FileVersion.of_status(status)
             except FileNotFoundError:  # removed since it was listed
                 if is_there(path):  # or a link to a disk that is not mounted
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
+                continue
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
-        known = {path: self._known(path, version) for path, version in versions.items()}
-        unknown = [path for path, state in known.items() if state is None]
+            version = FileVersion.of_status(status)
+            known[path] = state = self._known(path, version)
+            if state is None:
+                unknown[path] = version
         with gc_paused():  # it would look at what is parsed again and again
             for path in reporting("manifests read", unknown):
                 with contextlib.suppress(FileNotFoundError):  # removed since
-                    known[path] = self._read(path, versions[path])
+                    known[path] = self._read(path, unknown[path])
         found = {path: state for path, state in known.items() if state is not None}
         # Again: if the disk was unmounted during the walk, names that are only hidden would seem
         # removed.
@@ -121,7 +124,8 @@ class ReachableBlobs:
             yield from (one.path for one in walk_files(folder) if not one.name.startswith("."))
             return
         for parts, tags in self._store.repositories(listings=self.references.listings):
-            yield from ("/".join((str(folder), *parts, tag)) for tag in tags if tag[0] != ".")
+            repository = "/".join((str(folder), *parts))
+            yield from (f"{repository}/{tag}" for tag in tags if tag[0] != ".")
 
     def save(self) -> None:
         """Keep in the file of references what was read."""
@@ -173,13 +177,15 @@ class ReachableBlobs:
         """Return the manifests by the paths of their files."""
         return self._manifests
 
-    def by_name(self) -> Iterator[tuple[Reference, ManifestState]]:
-        """Yield the names of the store, sorted by path, with their manifests."""
+    def by_name(
+        self, paths: Iterable[str] | None = None
+    ) -> Iterator[tuple[Reference, ManifestState]]:
+        """Yield the names of the store, or of some paths, with their manifests."""
         root = f"{self._store.folder('manifests')}/"
-        for path, item in self._manifests.items():
+        for path in self._manifests if paths is None else paths:
             # A file of something else has another path.
-            with contextlib.suppress(InvalidReference, TypeError):
-                yield Reference(*path.removeprefix(root).split("/")), item
+            with contextlib.suppress(InvalidReference, TypeError, KeyError):
+                yield Reference(*path.removeprefix(root).split("/")), self._manifests[path]
 
     def needing(self, blobs: Collection[Digest]) -> dict[str, ManifestState]:
         """Return the manifests that reference one of these blobs by the paths of their files."""
@@ -198,8 +204,10 @@ class ReachableBlobs:
     def reached(self) -> set[str]:
         """Return the hex digests of all blobs that the manifests reference."""
         if self._reached is None:
-            numbers = set[int]().union(*(item.known.blobs for item in self._manifests.values()))
-            self._reached = self.references.digests(numbers)
+            is_reached = bytearray(len(self.references))
+            for number in chain.from_iterable(one.known.blobs for one in self._manifests.values()):
+                is_reached[number] = True
+            self._reached = set(compress(self.references.hex_digests(), is_reached))
             self._reached.update(chain.from_iterable(self._cached.values()))
         return self._reached
 

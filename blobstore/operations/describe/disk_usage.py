@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import stat
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import eq, gt, mul, not_
+from operator import gt, mul, not_
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.files import allocated, status_of
 from blobstore.core.fork import cached_property
+from blobstore.core.gc_pause import gc_paused
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
@@ -157,7 +157,8 @@ def measure_usage(
     asked = Reference.all_of(references)
     store = LocalStore.of(store).holder(*asked)
     read_entries(store, asked)  # fails if one of them does not exist
-    return usage_of(read_disk(store), asked)
+    with gc_paused():  # it would look at all entries again and again
+        return usage_of(read_disk(store), asked)
 
 
 def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage:
@@ -240,7 +241,7 @@ def read_disk(store: LocalStore) -> StoreDisk:
     holdings = Holdings(store, catalog)
     references = catalog.references
     uses = references.uses(known.row for known in catalog.known())
-    expected = [number for number, count in enumerate(uses) if count]
+    expected = list(compress(range(len(uses)), uses))
     return StoreDisk(
         store=store,
         catalog=catalog,
@@ -263,10 +264,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
     store, catalog, holdings, blobs = disk.store, disk.catalog, disk.holdings, disk.blobs
     chosen = [disk.entries[name] for name in references or disk.entries if name in disk.entries]
     models = _models_usage(store, catalog, holdings, blobs, chosen)
-    counts, cached = holdings.counts, holdings.cached
-    by_names = array("i", counts)
-    for number in cached:
-        by_names[number] -= 1
+    counts, by_names = holdings.counts, holdings.uses(catalog.known())
     direct = catalog.references.uses(known.row for known in catalog.known())
     downloads: list[int] = []
     locks: list[int] = []
@@ -309,7 +307,7 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
                     (*parts.values(), store.folder("published")),
                 ),
                 *locks,
-                blobs.space(number for number in cached if not by_names[number]).size,
+                blobs.space(one for one in holdings.cached if not by_names[one]).size,
             ]
         ),
         copies=_total(size for folder in copies(store.root) for size in _sizes(folder)),
@@ -324,29 +322,29 @@ def _models_usage(
     entries: Sequence[CatalogEntry],
 ) -> ModelsUsage:
     counts = holdings.counts
+    uses = holdings.uses(entry.known for entry in entries if entry.known is not None)
+    numbers = list(compress(range(len(uses)), uses))
+    sizes, own = [0] * len(uses), [0] * len(uses)
+    for number in numbers:
+        if (size := blobs.all_sizes[number]) != ABSENT:
+            sizes[number] = size
+            own[number] = size if counts[number] == 1 else 0
     held = [holdings.by(entry.known) for entry in entries]
-    uses = Counter(chain.from_iterable(held))
     # Without loops in Python: there may be millions of references.
-    size_of, count_of = blobs.all_sizes.__getitem__, counts.__getitem__
-    sizes: Mapping[int, int] | Sequence[int] = blobs.all_sizes
-    if ABSENT in sizes:
-        sizes = dict(zip(uses, map(max, map(size_of, uses), repeat(0)), strict=True))
-    is_own = map((1).__eq__, map(count_of, uses))
-    own = dict(zip(uses, map(mul, map(sizes.__getitem__, uses), is_own), strict=True))
     return ModelsUsage(
         models=tuple(
             ModelUsage(
                 reference=entry.reference,
                 blobs=0 if entry.known is None else entry.known.length,
-                size=sum(map(sizes.__getitem__, numbers)),
-                unique=sum(map(own.__getitem__, numbers)),
+                size=sum(map(sizes.__getitem__, kept)),
+                unique=sum(map(own.__getitem__, kept)),
                 faults=tuple(_faults(store, blobs, entry)),
                 error=entry.error,
             )
-            for entry, numbers in zip(entries, held, strict=True)
+            for entry, kept in zip(entries, held, strict=True)
         ),
-        together=blobs.space(uses),
-        together_unique=blobs.space(compress(uses, map(eq, uses.values(), map(count_of, uses)))),
+        together=blobs.space(numbers),
+        together_unique=blobs.space(one for one in numbers if uses[one] == counts[one]),
         unreadable=tuple(one.error for one in catalog.unreadable() if one.error is not None),
     )
 
