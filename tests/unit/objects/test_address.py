@@ -75,9 +75,17 @@ def test_a_model_may_lie_at_the_root_of_a_bucket() -> None:
     assert (str(found.store), str(found.reference)) == ("s3://bucket", "llama:latest")
 
 
-@pytest.mark.parametrize("text", ["s3://bucket", "s3://bucket/llama:", "s3://bucket/-x"])
-def test_what_names_no_model_is_refused(text: str) -> None:
-    with pytest.raises(InvalidReference):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("s3://bucket", "has no name"),
+        ("s3://bucket/:v1", "has no name"),
+        ("s3://bucket/llama:", "has an empty tag"),
+        ("s3://bucket/-x", "not a model name"),
+    ],
+)
+def test_what_names_no_model_is_refused(text: str, why: str) -> None:
+    with pytest.raises(InvalidReference, match=why):
         list(model_addresses(text))
 
 

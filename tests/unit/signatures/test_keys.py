@@ -48,10 +48,11 @@ def test_verifies_what_it_signs_and_nothing_else(curve: str, is_sha256: bool) ->
         assert not key.public.has_signed(b"data", wrong, is_sha256=is_sha256)
 
 
-def test_decrypts_a_key_with_its_passphrase_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passphrase", ["open sesame", b"open sesame"])
+def test_decrypts_a_key_with_its_passphrase_alone(tmp_path: Path, passphrase: str | bytes) -> None:
     content = key_files(tmp_path, passphrase=b"open sesame").private.read_bytes()
 
-    key = PrivateKey.from_pem(content, "key", lambda: "open sesame")
+    key = PrivateKey.from_pem(content, "key", lambda: passphrase)
 
     assert key.public.has_signed(b"data", key.sign(b"data"))
     with pytest.raises(UsageError, match="wrong passphrase"):

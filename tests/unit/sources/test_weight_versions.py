@@ -80,6 +80,12 @@ def test_a_chain_goes_on_from_what_is_known_or_from_a_full_version(tmp_path: Pat
     assert numbers(versions, 5) == [9]
     with pytest.raises(DamagedSource, match="changes version 5, and version 6 is here"):
         numbers(versions, 6)
+    (tmp_path / version_name(5) / INDEX).unlink()
+    with pytest.raises(DamagedSource, match="changes version 5, which is not complete"):
+        numbers(versions, None)
+    (tmp_path / version_name(5)).rmdir()
+    with pytest.raises(DamagedSource, match="weight_v000005' is missing"):
+        numbers(versions, None)
 
 
 def number_of(version: WeightVersion | None) -> int | None:
