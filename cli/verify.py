@@ -96,7 +96,7 @@ def command(
             )
         _verify_remote(ctx, remote, sample, rate, plain_http, out)
         return
-    from blobstore.manifests.check import ADVICE
+    from blobstore.manifests.layers_digest import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
     unreadable: list[StoreError] = []

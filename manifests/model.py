@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import limits, strict_json
-from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
@@ -14,6 +13,8 @@ from blobstore.manifests.descriptor import Descriptor, PlainDescriptors, text_fi
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from blobstore.core.digest import Digest
 
 SCHEMA_VERSION: Final = 2
 MAX_MANIFEST_SIZE: Final = limits.MANIFEST.one
@@ -138,7 +139,7 @@ class ModelConfig:
     """The quantization type of the model, empty for none."""
     capabilities: tuple[str, ...] = ("completion",)
     layers_digest: Digest | None = None
-    """The :func:`layers_digest` of the model's layers; None in older stores."""
+    """The :func:`~blobstore.manifests.layers_digest.layers_digest` of the model's layers; None in older stores."""
     published_scheme: str = ""
     """The name of the quantization of a model that is kept as published; otherwise empty."""
 
@@ -172,13 +173,3 @@ def _name_occurs_twice(layers: Iterable[Descriptor]) -> InvalidManifest:
                 f"$.layers[{first}], of the same media type"
             )
     raise AssertionError
-
-
-def layers_digest(layers: Iterable[Descriptor]) -> Digest:
-    """Return the digest of a list of layers, of its bytes in a manifest from bracket to bracket."""
-    return Digest.of(listed(layers))
-
-
-def listed(layers: Iterable[Descriptor]) -> bytes:
-    """Return the list of layers as it stands in a manifest."""
-    return strict_json.dumps([layer.to_json() for layer in layers]).encode()

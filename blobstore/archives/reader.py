@@ -33,7 +33,7 @@ from blobstore.errors import (
     ModelNotFound,
     NotFound,
 )
-from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference, similar_names
 

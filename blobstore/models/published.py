@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
-from blobstore.manifests.check import MAX_CONFIG_SIZE
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE
 from blobstore.manifests.model import PUBLISHED_SCHEME
 
 if TYPE_CHECKING:

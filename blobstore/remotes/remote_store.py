@@ -17,7 +17,7 @@ from blobstore.core.arguments import parse_bytes
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE, check_layers
 from blobstore.models.model import Model
 from blobstore.remotes.addresses import ReadPlan
 from blobstore.remotes.blob_cache import BlobCache

@@ -17,7 +17,7 @@ from blobstore.errors import (
     ModelNotFound,
     StoreError,
 )
-from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import (
     DEFAULT_HOST,

@@ -23,7 +23,8 @@ from blobstore.core.files import FileVersion, is_there, read_regular
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.progress import reporting
 from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, StoreError
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.store.scan import walk_files
 

@@ -24,8 +24,8 @@ from blobstore.core.digest import Digest
 from blobstore.core.limits import Limit
 from blobstore.errors import BlobMissing, BlobstoreError, InvalidManifest, NotTrusted, RemoteError
 from blobstore.manifests import media_types
-from blobstore.manifests.check import say_the_same
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.layers_digest import say_the_same
 from blobstore.manifests.media_types import LOCAL_MANIFEST
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference

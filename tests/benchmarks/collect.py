@@ -13,7 +13,8 @@ from pathlib import Path
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore

@@ -21,7 +21,8 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.safetensors.numpy import save_file
 from blobstore.store.local import LocalStore

@@ -10,7 +10,8 @@ from blobstore.archives.table import PREFIX, ArchiveTable, Kind, Member
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.operations.archive.pack import pack_models
 from blobstore.signatures.cosign import write_signature
 from blobstore.store.local import LocalStore

@@ -17,7 +17,8 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.safetensors.header import encode_header, in_file_order
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any

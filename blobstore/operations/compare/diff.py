@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.manifests import media_types
-from blobstore.manifests.check import say_the_same
+from blobstore.manifests.layers_digest import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pair, source_tensors
 from blobstore.remotes.addresses import is_address, reading_models

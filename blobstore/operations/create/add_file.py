@@ -9,7 +9,8 @@ from blobstore.core import strict_json
 from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import LAYERS_DIGEST, Manifest, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import LAYERS_DIGEST, Manifest
 from blobstore.operations.create.files import FileLayer
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, NameTaken, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer

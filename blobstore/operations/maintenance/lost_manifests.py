@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError
-from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE, promise
 from blobstore.store.published import hex_digests_of
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names

@@ -24,7 +24,7 @@ from blobstore.core.files import make_folders, write_all
 from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.manifests.model import layers_digest
+from blobstore.manifests.layers_digest import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidManifest, NameConflict
-from blobstore.manifests.check import check_layers
-from blobstore.manifests.model import Manifest, listed
+from blobstore.manifests.layers_digest import check_layers, listed
+from blobstore.manifests.model import Manifest
 from blobstore.operations.sign.require_trust import read_policy
 from blobstore.remotes.signatures import SelectedSignatures
 from blobstore.store.names import NameUpdate, NewModel

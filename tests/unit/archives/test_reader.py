@@ -16,8 +16,8 @@ from blobstore.archives.table import ArchiveTable, Kind
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged, BlobstoreError, ModelNotFound, NotFound
 from blobstore.manifests import media_types
-from blobstore.manifests.check import MAX_CONFIG_SIZE
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.manifests.model import ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any

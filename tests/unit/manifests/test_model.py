@@ -13,7 +13,8 @@ from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 CONFIG = {"mediaType": media_types.CONFIG, "digest": C, "size": 9}

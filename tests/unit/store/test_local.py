@@ -27,7 +27,8 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
 from blobstore.store.names import NewModel, replace_any

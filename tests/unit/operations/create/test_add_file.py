@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.manifests.layers_digest import layers_digest
 from blobstore.manifests.media_types import FILE
-from blobstore.manifests.model import LAYERS_DIGEST, layers_digest
+from blobstore.manifests.model import LAYERS_DIGEST
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.add_file import add_file
 from blobstore.operations.maintenance.verify import verify_models

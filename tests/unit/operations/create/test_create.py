@@ -23,7 +23,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.manifests.model import layers_digest
+from blobstore.manifests.layers_digest import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import read_source_record

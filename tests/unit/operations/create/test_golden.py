@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from blobstore.manifests import media_types
-from blobstore.manifests.model import ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.create.create import create

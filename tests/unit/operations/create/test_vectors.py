@@ -16,7 +16,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import InvalidManifest, InvalidReference
-from blobstore.manifests.check import check_layers
+from blobstore.manifests.layers_digest import check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.quantization import numpy as reference

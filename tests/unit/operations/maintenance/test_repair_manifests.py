@@ -10,7 +10,8 @@ import pytest
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import layers_digest
+from blobstore.manifests.model import Manifest, ModelConfig
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.repair_manifests import Restored, restore_manifests

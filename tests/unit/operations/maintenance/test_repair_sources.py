@@ -10,7 +10,7 @@ import pytest
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.errors import BlobMissing, UnsupportedSource, UsageError
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import layers_digest
+from blobstore.manifests.layers_digest import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model

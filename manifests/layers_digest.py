@@ -1,4 +1,4 @@
-"""Checks that a manifest has not changed since it was written.
+"""The digest of the layers, by which a manifest that has changed since it was written is found.
 
 Nothing holds the digest of a manifest, and one changed bit can make another valid name or media type. So
 the config, a blob that the manifest names by digest, holds the digest of the list of layers. The rest of
@@ -7,7 +7,7 @@ the manifest follows from the config.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -17,6 +17,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import LAYERS_DIGEST, Manifest
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 MAX_CONFIG_SIZE: Final = 2**20
 """Bytes. A larger config was not written by this project and holds no digest of the layers."""
 ADVICE: Final = (
@@ -24,6 +27,16 @@ ADVICE: Final = (
     "--from STORE' with a store that has it too"
 )
 """The advice of errors about changed manifests."""
+
+
+def layers_digest(layers: Iterable[Descriptor]) -> Digest:
+    """Return the digest of a list of layers, of its bytes in a manifest from bracket to bracket."""
+    return Digest.of(listed(layers))
+
+
+def listed(layers: Iterable[Descriptor]) -> bytes:
+    """Return the list of layers as it stands in a manifest."""
+    return strict_json.dumps([layer.to_json() for layer in layers]).encode()
 
 
 def check_layers(manifest: bytes, config: bytes) -> bool:

@@ -8,9 +8,9 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.manifests.check import check_layers, say_the_same
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
+from blobstore.manifests.layers_digest import check_layers, layers_digest, say_the_same
+from blobstore.manifests.model import Manifest, ModelConfig
 
 LAYERS = (
     Descriptor(media_types.TENSOR, Digest("a1" * 32), 105, "path/to/é<&>.weight"),
