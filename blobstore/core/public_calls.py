@@ -55,6 +55,8 @@ _ARGUMENTS: Final = {
     "callback": ("progress",),
 }
 """What other libraries call our arguments; the first that a function has is meant."""
+_REPLACING: Final = {"create", "create_all", "save"}
+"""Functions that need no permission to replace."""
 _ATTRIBUTES: Final = {
     **dict.fromkeys(("size", "bytes"), "nbytes"),
     **dict.fromkeys(("id", "hash", "sha256"), "digest"),
@@ -124,6 +126,9 @@ def advice_on_name(name: str, public: Collection[str]) -> str:
 
 
 def _no_argument(name: str, word: str, parameters: Collection[str]) -> InvalidCall:
+    if name in _REPLACING and "force" in (word, *_ARGUMENTS.get(word, ())):
+        advice = "a name that another model has is replaced, and restore() gives it back"
+        return InvalidCall(f"{name}() has no argument {quote(word)}", advice=advice)
     meant = [one for one in _ARGUMENTS.get(word, ()) if one in parameters][:1]
     advice = question(meant or most_like(word, parameters, 0.7))
     return InvalidCall(

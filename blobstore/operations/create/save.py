@@ -321,6 +321,9 @@ def check_mapping(value: object, name: str, expected: str) -> None:
     """Check the type of an argument. Raises UsageError."""
     if not isinstance(value, Mapping):
         advice = "pass its state_dict()" if hasattr(value, "state_dict") else ""
+        advice = (
+            "the name comes after it" if name == "tensors" and isinstance(value, str) else advice
+        )
         raise UsageError(f"{name} is {expected}, got {quote(type(value).__name__)}", advice=advice)
 
 

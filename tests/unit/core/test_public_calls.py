@@ -55,6 +55,8 @@ def guess(text: str) -> str:
         ("start_server(allow=3)", "allow is a list of texts, got 'int'"),
         ("follow('a', 'b', interval='1h')", "interval is a number, got 'str'"),
         ("find('a', on_found=3)", "on_found is a function, got 'int'"),
+        ("create('a', 'b', overwrite=True)", "create() has no argument 'overwrite'; a name that another model has is replaced, and restore() gives it back"),
+        ("save('m', {})", "tensors is a state dict, got 'str'; the name comes after it"),
         ("create(source='a', name='b')", "create() has no argument 'name'; did you mean 'reference'?"),
         ("verify(sotre='there')", "verify() has no argument 'sotre'; did you mean 'store'?"),
         ("remove('a', zzz=1)", "remove() has no argument 'zzz'; its arguments are references, store, dry_run"),
