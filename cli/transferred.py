@@ -8,7 +8,6 @@ import click
 
 from blobstore.cli import output, render
 from blobstore.cli.arguments import MATCHED_KEY
-from blobstore.core.escape import join_some, quote
 from blobstore.errors import ModelNotFound
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
     from blobstore.cli.output import Output
     from blobstore.core.outcomes import Outcome
-
-_MAX_LISTED = 5
 
 
 def show_many(
@@ -47,6 +44,8 @@ def show_many(
     ]
     models = [model for model in models if model not in gone]
     failed = [model for model in models if model.error is not None]
+    if gone:
+        total += f"; {render.count_of(len(gone), 'model')} removed in the meantime"
     if failed:
         total += f"; {len(failed)} of {render.count_of(len(models), 'model')} failed"
     text = [
@@ -60,9 +59,6 @@ def show_many(
         for model in models
     ]
     out.result({"models": data, "seconds": out.seconds}, text)
-    if gone:
-        names = join_some([quote(model.name) for model in gone], _MAX_LISTED)
-        output.show_note(f"removed in the meantime: {names}")
     if failed and is_resumed:
         output.show_note("the same command goes on where it stopped")
     output.exit_with(

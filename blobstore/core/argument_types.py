@@ -1,4 +1,4 @@
-"""Checks the types of arguments that are easily guessed wrong, where a program calls the library."""
+"""Says which argument of a call that has failed is of another type than its annotation."""
 
 from __future__ import annotations
 
@@ -6,63 +6,50 @@ import ast
 import collections.abc
 import contextlib
 import inspect
-import os
 import types
 import typing
 from importlib import import_module
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidCall, UsageError
+from blobstore.errors import InvalidCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-_NOUNS: Final = {
-    str: "text",
-    int: "whole number",
-    float: "number",
-    tuple: "pair",
-    os.PathLike: "Path",
-    collections.abc.Callable: "function",
-    collections.abc.Mapping: "dict",
-}
-"""What errors call types."""
-
-
-def check_type(name: str, value: object, kind: type, others: str = "") -> None:
-    """Check that an argument is of a class of options; ``others`` says what else is taken. Raises UsageError."""
-    if not isinstance(value, kind):
-        raise UsageError(
-            f"{name} is {quote(value)}, a value of type {type(value).__name__}; expected "
-            f"blobstore.{kind.__name__}{others}"
-        )
 
 
 def wrong_type(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> InvalidCall | None:
     """Return the error of an argument, or an item of it, whose type is not the annotated one; None if all are right."""
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     try:
-        hints = typing.get_type_hints(function, localns=dict(_imported_for_types(function)))
+        hints = type_hints(function)
+        if typing.get_origin(options := hints.get("options")) is typing.Unpack:
+            hints |= type_hints(*typing.get_args(options))
+            arguments |= arguments.pop("options", {})
     except NameError:  # of a library that is not installed
         return None
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    for word, value in bound.arguments.items():
+    for word, value in arguments.items():
         if not _takes(hints[word], value):
-            kind = quote(type(value).__name__)
-            if isinstance(value, list | tuple | set) and value:
-                kind += f" of {', '.join(sorted({quote(type(one).__name__) for one in value}))}"
-            return InvalidCall(
-                f"{word} is {' or '.join(f'a {noun}' for noun in _nouns(hints[word]))}, got {kind}"
-            )
+            many = value if isinstance(value, list | tuple | set) else ()
+            kinds = [value, *{type(one): one for one in many}.values()]
+            got = " of ".join(quote(type(one).__name__) for one in kinds)
+            return InvalidCall(f"{word} must be {inspect.formatannotation(hints[word])}, got {got}")
     return None
 
 
-def _imported_for_types(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the module of a function imports for type checkers alone."""
-    module = inspect.getmodule(function)
+def type_hints(annotated: Any) -> dict[str, Any]:
+    """Return the annotations of a function or TypedDict, also of types that its module imports for type checkers alone.
+
+    Raises:
+        NameError: one of them is of a library that is not installed.
+    """
+    return typing.get_type_hints(annotated, localns=dict(_imported_for_types(annotated)))
+
+
+def _imported_for_types(annotated: Any) -> Iterator[tuple[str, Any]]:
+    module = inspect.getmodule(annotated)
     blocks = ast.parse(inspect.getsource(module)).body if module else ()
     for node in (it for block in blocks if isinstance(block, ast.If) for it in block.body):
         for one in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
@@ -73,27 +60,17 @@ def _imported_for_types(function: Callable[..., Any]) -> Iterator[tuple[str, Any
 
 
 def _takes(hint: Any, value: Any) -> bool:
-    """Return whether a value may be what an annotation says. Items are looked at in lists, tuples and sets alone."""
+    """Return whether a value, with its items, may be what an annotation says."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
         return any(_takes(one, value) for one in inner)
     if not isinstance(origin, type) or hint is Any or getattr(origin, "_is_protocol", False):
         return True
-    if not isinstance(value, (int, float) if origin is float else origin):
+    kinds: Any = (int, float) if origin is float else origin
+    if not isinstance(value, kinds):
         return False
-    if isinstance(value, tuple) and origin is tuple:
+    if origin is tuple:
         return len(inner) == len(value) and all(map(_takes, inner, value))
     if len(inner) == 1 and isinstance(value, collections.abc.Collection):
         return all(_takes(inner[0], item) for item in value)
     return True
-
-
-def _nouns(hint: Any) -> Iterator[str]:
-    """Yield what errors call each type that an annotation takes."""
-    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin in {typing.Union, types.UnionType}:
-        yield from dict.fromkeys(chain.from_iterable(map(_nouns, inner)))
-    elif len(inner) == 1 and origin not in _NOUNS:
-        yield f"list of {' or '.join(f'{noun}s' for noun in _nouns(inner[0]))}"
-    elif origin is not type(None):
-        yield _NOUNS.get(origin, getattr(origin, "__name__", ""))

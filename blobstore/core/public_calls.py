@@ -82,6 +82,8 @@ def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
+        except InvalidCall:
+            raise
         except (TypeError, AttributeError) as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 if (wrong_argument := wrong_type(function, args, kwargs)) is None:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.argument_types import check_type
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.manifests import media_types
@@ -56,7 +55,10 @@ class QuantizeOptions:
 def quantize_options(value: QuantizeOptions | str | None) -> QuantizeOptions:
     """Return options as they are, and a type as options. Raises UsageError for a value of another kind."""
     options = QuantizeOptions(value) if value is None or isinstance(value, str) else value
-    check_type("quantize", options, QuantizeOptions, " or the name of a type, such as 'int4'")
+    if not hasattr(options, "quant_type"):  # or else only an import that has downloaded files fails
+        raise UsageError(
+            f"quantize must be QuantizeOptions or a type such as 'int4', got {value!r}"
+        )
     return options
 
 

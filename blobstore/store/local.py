@@ -20,7 +20,6 @@ from blobstore.core.files import (
 from blobstore.errors import (
     BlobstoreError,
     StoreError,
-    UsageError,
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.store.claims import BlobClaims
@@ -125,22 +124,11 @@ class LocalStore(ManifestReader):
         return store if store.shared is None else _WithSharedNames(store)
 
     def holder(self, *references: str | Reference) -> LocalStore:
-        """Return the store that has the manifests of names: this one, unless only the shared store has them.
-
-        Raises:
-            UsageError: each of the stores has some of them.
-        """
+        """Return the store that has the manifests of names: this one, unless the shared store alone has all of them."""
         shared = self.shared
-        if shared is None:
+        if shared is None or not references or any(map(self.has_model, references)):
             return self
-        own = [it for it in references if self.has_model(it) or not shared.has_model(it)]
-        if own and len(own) < len(references):
-            raise UsageError(
-                f"{quote(own[0])} is looked for in the store itself, and other names are in the shared store "
-                f"{quote(shared.root)}",
-                advice="name the models of one store",
-            )
-        return self if own or not references else shared
+        return shared if all(map(shared.has_model, references)) else self
 
     def __dir__(self) -> Iterable[str]:
         return [name for name in super().__dir__() if name in _PUBLIC or name.startswith("_")]

@@ -156,8 +156,8 @@ class ManifestReader(BlobReader):
         if isinstance(self._shared, ManifestReader) and self._shared.has_model(reference):
             shared = quote(self._shared.root)
             return (
-                f"the shared store {shared} has it: to change it there, give that as the store; "
-                f"{cli_command('cp', reference, 'NAME')} gives it a name of yours"
+                f"the shared store {shared} has it: give that as the store, or give the model a name of "
+                f"yours with {cli_command('cp', reference, 'NAME')}"
             )
         if not is_there(self.root):
             return f"there is no store there; {NO_STORE}"

@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, overload
 
-from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -192,7 +191,6 @@ def create(
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    check_type("source_options", source_options, SourceOptions)
     implied = None
     if reference is None:
         if state:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.argument_types import check_type
 from blobstore.core.escape import quote
 from blobstore.core.public_calls import check_options
 from blobstore.errors import (
@@ -103,7 +102,6 @@ def create_all(
         options.get("decode", False),
         options.get("as_is", False),
     )
-    check_type("source_options", choices.source, SourceOptions)
     weights, is_quantized = choices.source.weights, choices.quantize.quant_type is not None
     in_folder = None if name is None else _without_tag(Reference.of(name))
     models = [it for it in find_models(folder, in_folder) if it.matches(weights)]

@@ -54,12 +54,8 @@ def model_history(
         StoreError: the store cannot be read.
     """
     store, reference = LocalStore.of(store), Reference.of(reference)
-    try:
-        return _history(store, reference)
-    except ModelNotFound:
-        if store.holder(reference) is store:
-            raise
-    return _history(store.holder(reference), reference)
+    is_own = next(store.names.former(reference), None) is not None
+    return _history(store if is_own else store.holder(reference), reference)
 
 
 def _history(store: LocalStore, reference: Reference) -> tuple[FormerModel, ...]:

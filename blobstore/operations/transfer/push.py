@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.cold_blobs.batches import BlobProgress
 from blobstore.cold_blobs.builder import count_blocks
-from blobstore.core.argument_types import check_type
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.progress import of_passes
@@ -156,7 +155,6 @@ def push_model(
         UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    check_type("registry", registry, RegistryOptions)
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.to_read(store)
     if base is not None and not cold:

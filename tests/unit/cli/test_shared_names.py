@@ -113,8 +113,8 @@ def test_commands_that_change_it_say_where_it_is(
     if command == "sign":
         key_files(tmp_path)
     error = run(command, *words(CHANGED[command], tmp_path), exit_code=3).stderr
-    assert f"the shared store '{shared.root}' has it: to change it there" in error
-    assert "'blobstore cp dense:latest NAME' gives it a name of yours" in error
+    assert f"the shared store '{shared.root}' has it: give that as the store" in error
+    assert "name of yours with 'blobstore cp dense:latest NAME'" in error
 
 
 def test_it_is_found_by_its_id(shared: LocalStore) -> None:
@@ -134,7 +134,7 @@ def test_several_names_may_be_of_both_stores(shared: LocalStore, tmp_path: Path)
 
 def test_what_counts_for_one_store_takes_names_of_one(shared: LocalStore, tmp_path: Path) -> None:
     for command in (("du", "dense", "other"), ("page", "dense", "other", tmp_path / "p.html")):
-        assert "name the models of one store" in run(*command, exit_code=2).stderr
+        assert "the shared store" in run(*command, exit_code=3).stderr
 
 
 def test_a_name_that_was_one_of_the_users_has_its_own_history(shared: LocalStore) -> None:

@@ -34,8 +34,8 @@ def test_a_model_that_is_removed_after_a_glob_has_matched_it_is_skipped(
 ) -> None:
     words = {"cp": ("*", "--to", tmp_path / "to"), "push": ("*", (tmp_path / "to").as_uri())}
     result = run(command, *words.get(command, ("*", tmp_path / "to")))
-    assert "note: removed in the meantime: 'b:latest'\n" in result.stderr
-    assert " 2 models to " in result.stdout or "pushed 2 models:" in result.stdout
+    assert " 2 models" in result.stdout
+    assert "; 1 model removed in the meantime; " in result.stdout
 
 
 def test_a_name_that_the_user_has_given_must_be_there(models: LocalStore, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import typing
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -124,15 +123,15 @@ def test_every_function_that_needs_arguments_is_called() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_types_of_all_arguments_are_known(name: str) -> None:
     function = inspect.unwrap(getattr(blobstore, name))
-    names = dict(argument_types._imported_for_types(function))
-    assert typing.get_type_hints(function, localns=names)
+    assert argument_types.type_hints(function)
 
 
 def test_options_of_another_type_are_refused(tmp_path: Path) -> None:
     wrong: Any = 4
-    quantize = "QuantizeOptions or the name of a type, such as 'int4'"
-    for name, kind in (("quantize", quantize), ("source_options", "SourceOptions")):
-        with pytest.raises(UsageError, match=f"^{name} is '4', .*; expected blobstore.{kind}$"):
-            blobstore.create(tmp_path, "m", store=tmp_path / "store", **{name: wrong})
-    with pytest.raises(UsageError, match=r"^registry is '4', .* blobstore\.RegistryOptions$"):
+    model = write_folder(tmp_path / "all" / "m", dense_tensors())
+    for name in ("quantize", "source_options", "executor"):
+        for function, source in ((blobstore.create, model), (blobstore.create_all, model.parent)):
+            with pytest.raises(UsageError, match=rf"^{name} must be .*, got ('int'|4)$"):
+                function(source, store=tmp_path / "store", **{name: wrong})
+    with pytest.raises(UsageError, match=r"^registry must be .*RegistryOptions, got 'int'$"):
         blobstore.push("m", "oci://127.0.0.1:1/m", store=tmp_path / "store", registry=wrong)

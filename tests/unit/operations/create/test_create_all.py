@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -136,19 +135,6 @@ def test_models_have_the_names_that_create_gives_them(store: LocalStore, tmp_pat
 def test_options_are_those_of_create(store: LocalStore, models: Path) -> None:
     results = create_all(models, store=store, quantize="none such")
     assert all(isinstance(it.error, UsageError | DamagedSource) for it in results)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("source_options", r"blobstore\.SourceOptions$"), ("quantize", "such as 'int4'$")],
-)
-def test_an_option_of_a_wrong_type_is_refused_as_by_create(
-    store: LocalStore, models: Path, name: str, expected: str
-) -> None:
-    options: Any = {name: 8}
-    for function in (create, create_all):
-        with pytest.raises(UsageError, match=f"{name} is '8', a value of type int; .*{expected}"):
-            function(models, store=store, **options)
 
 
 def test_a_dry_run_only_lists(store: LocalStore, models: Path) -> None:
