@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError
@@ -108,8 +108,8 @@ def _about_models(
 ) -> Response:
     """Return the response to a request that the rules of this server allow; a list is made by ``respond`` later.
 
-    It is that of the first store which has what is asked for, each with what is ``visible`` in it. No response is about
-    the models of two stores, each of which has its own records of who may read them.
+    It is that of the first store which has what is asked for, each with what is ``visible`` in it. Lists are of both.
+    Each store has its own records of who may read its models.
     """
 
     def of(store: Visible) -> Response:
@@ -129,7 +129,9 @@ def _about_models(
     is_of_all = target.segments[-1] == "_catalog" if call is None else not call.name
     asked = {name: value for name, value in request.headers.items() if name not in _OF_CLIENTS}
     key = (visible, request.method, request.target, tuple(sorted(asked.items())))
-    raise (ListOfAll if is_of_all else List)(lambda: respond(found), *key)
+    raise (ListOfAll if is_of_all else List)(
+        lambda: respond(lambda: of(reduce(Visible.joined, visible))), *key
+    )
 
 
 def _lacks_name(response: Response) -> bool:

@@ -65,6 +65,10 @@ class Visible:
         """Return the same for a client that asks for a repository which has another name here."""
         return replace(self, _asked=asked, _named=name)
 
+    def joined(self, other: Visible) -> Visible:
+        """Return the models that the client sees in lists of this store, and of the shared one below it."""
+        return Joined(self._library, self._open, _other=other)
+
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read a model of this origin. None stands for the store's own models."""
         pulled = self._library.pulled
@@ -318,3 +322,51 @@ class Visible:
     def is_distrusted(self, etag: str) -> bool:
         """See :meth:`Library.is_distrusted`."""
         return self._library.is_distrusted(etag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Visible):
+    """The models of a store and of the shared one below it, for lists of their names. Those of the store count."""
+
+    _other: Visible
+
+    def page(
+        self, name_of: Callable[[Reference], str], after: str, limit: int
+    ) -> dict[str, Reference]:
+        """See :meth:`Visible.page`."""
+        found = self._other.page(name_of, after, limit) | super().page(name_of, after, limit)
+        return dict(sorted(found.items())[:limit])
+
+    def tags(
+        self, repository: Reference, after: str = "", limit: int = sys.maxsize
+    ) -> list[Reference]:
+        """See :meth:`Visible.tags`."""
+        other = self._other.tags(repository, after, limit)
+        found = {*super().tags(repository, after, limit), *other}
+        return sorted(found, key=lambda one: one.tag)[:limit]
+
+    def spelled(self, repository: Reference) -> Reference:
+        """See :meth:`Visible.spelled`."""
+        is_own = super().stores(repository)
+        return super().spelled(repository) if is_own else self._other.spelled(repository)
+
+    def stores(self, repository: Reference) -> bool:
+        """See :meth:`Visible.stores`."""
+        return super().stores(repository) or self._other.stores(repository)
+
+    def modified(self, reference: Reference) -> int | None:
+        """See :meth:`Visible.modified`."""
+        own = super().modified(reference)
+        return self._other.modified(reference) if own is None else own
+
+    def descriptions(self, references: Iterable[Reference]) -> Mapping[Reference, Description]:
+        """See :meth:`Visible.descriptions`."""
+        several = list(references)
+        own = super().descriptions(several)
+        return {**self._other.descriptions(one for one in several if one not in own), **own}
+
+    def commits(self, repository: Reference) -> Mapping[Reference, str]:
+        """See :meth:`Visible.commits`."""
+        return dict(
+            sorted({**self._other.commits(repository), **super().commits(repository)}.items())
+        )

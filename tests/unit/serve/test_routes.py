@@ -129,11 +129,34 @@ def test_a_name_of_a_store_counts_before_that_of_the_shared_one(
     assert both("/org/model/resolve/v2/extra/notes.txt").status == 404
     for target in ("/org/model/resolve/v9/config.json", "/none/resolve/main/config.json"):
         assert both(target) == ask(above, target)
-    # Lists of one repository are those of one store, and the list of all has the names of the store alone.
-    for target in ("/v2/org/model/tags/list", "/v2/_catalog", "/api/models"):
-        assert both(target) == ask(above, target)
+
+
+def test_lists_have_the_models_of_a_store_and_of_the_shared_one(
+    library: Library, above: Library
+) -> None:
+    copy_model("org/model", "org/Theirs", store=library.store)
+    copy_model("org/model", "org/model:v2", store=library.store)
+    both = partial(ask, above, shared=library)
+    found = json_of(both("/api/models"))
+    assert [one["id"] for one in found] == ["org/Theirs", "org/model"]
+    assert json_of(both("/api/models?limit=1&cursor=org/Theirs")) == found[1:]
+    assert [one["id"] for one in json_of(both("/api/models?filter=safetensors"))] == [
+        one["id"] for one in json_of(ask(library, "/api/models?filter=safetensors"))
+    ]
+    assert json_of(both("/api/models?sort=lastModified"))
+    assert json_of(both("/v2/_catalog"))["repositories"] == ["org/model", "org/theirs"]
+    assert json_of(both("/v2/org/model/tags/list"))["tags"] == ["latest", "v2"]
+    assert json_of(both("/v2/org/model/tags/list?n=1&last=latest"))["tags"] == ["v2"]
     assert json_of(both("/v2/org/theirs/tags/list"))["tags"] == ["latest"]
     assert json_of(both("/api/models/org/theirs/refs"))["branches"]
+    refs = json_of(both("/api/models/org/model/refs"))
+    main, v2 = (
+        ask(one, f"/org/model/resolve/{tag}/config.json").headers["X-Repo-Commit"]
+        for one, tag in ((library, "main"), (above, "v2"))
+    )
+    assert refs["branches"][0]["targetCommit"] == main
+    assert [one["targetCommit"] for one in refs["tags"]] == [v2]
+    assert both("/v2/none/tags/list").status == both("/api/models/none/refs").status == 404
 
 
 def test_an_unknown_address_is_absent(library: Library) -> None:
