@@ -38,12 +38,16 @@ def test_rectangles_do_not_overlap(sizes: list[int]) -> None:
             assert width < 0.01 or height < 0.01
 
 
-def test_the_example_of_the_paper_has_its_first_row() -> None:
+def test_the_example_of_the_paper_has_its_layout() -> None:
     # Bruls et al., figure 4: 6, 6, 4, 3, 2, 2, 1 in a rectangle of 6 by 4.
     found = squarify([6, 6, 4, 3, 2, 2, 1], Rectangle(0, 0, 6, 4))
 
-    assert found[0] == pytest.approx((0, 0, 3, 2))
-    assert found[1] == pytest.approx((0, 2, 3, 2))
+    expected = [
+        *((0, 0, 3, 2), (0, 2, 3, 2)),
+        *((3, 0, 12 / 7, 7 / 3), (3 + 12 / 7, 0, 9 / 7, 7 / 3)),
+        *((3, 7 / 3, 1.2, 5 / 3), (4.2, 7 / 3, 1.2, 5 / 3), (5.4, 7 / 3, 0.6, 5 / 3)),
+    ]
+    assert [pytest.approx(shape) for shape in found] == expected
 
 
 def test_the_sizes_of_a_group_are_side_by_side() -> None:
