@@ -112,8 +112,8 @@ def command(
     """Measure the tensors of the model NAME, quantized for example, against those of BASE.
 
     Each is a model of the store, or the path of a GGUF file. If NAME is a glob such as 'run:*', each of its
-    models is measured against BASE, or without BASE against the one before it, in the order of the numbers in
-    their names. One row each has the totals.
+    models is measured against BASE. Without BASE, each is measured against the one before it, in the order of
+    the numbers in their names. One row each has the totals.
 
     Tensors are matched by the names that they had in their source, however experts are stored;
     patterns such as '*.mlp.*' select them by name. The relative error is the norm of the difference

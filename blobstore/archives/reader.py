@@ -2,7 +2,7 @@
 
 Opening an archive checks its table, :meth:`ArchiveReader.models` the manifests, and reading a member its
 digest. Reading a member costs that member and its bases; no other member is touched. The stored bytes of
-a cold member are read from the file and hashed before a codec sees them, so a failing disk is an error
+a cold member are read from the file and hashed before a codec sees them. So a failing disk is an error
 like any other, and no codec decodes altered bytes.
 """
 

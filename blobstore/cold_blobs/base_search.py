@@ -1,7 +1,7 @@
 """Finds the base model of each model: the one that its card or config names, or the most similar one.
 
-Models are compared with few others: with those of the same layers whose blobs most models share or which are
-next to them by name or time, and with the most similar ones of other layers. Samples of blobs tell roughly
+Models are compared with few others: those of the same layers whose blobs most models share, those next to
+them by name or time, and the most similar ones of other layers. Samples of blobs tell roughly
 how much a base saves. Of a family, as few models become bases as possible, because a base has no base itself:
 of the steps of one run, the one in the middle. The model that was imported first is preferred, if it serves
 as well: others are made from it. Where chains are allowed, each step has the one next to it. If another model

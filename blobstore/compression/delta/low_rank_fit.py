@@ -63,8 +63,8 @@ _LARGE: Final = 1 << 20
 _LEAST_RATIO: Final = 10.0
 """The least ratio of all energy to that of the weaker half of the directions."""
 _MOST_EVEN: Final = 0.61
-"""If half of the directions have at most a tenth of the energy, the square of the sum of all energies is
-at most this part of their number times the sum of their squares, which needs no decomposition."""
+"""The largest ratio of the squared sum of all energies to their number times the sum of their squares, if half
+of the directions have at most a tenth of the energy. It needs no decomposition."""
 _MOST: Final = np.float32(2.0**40)
 """Larger differences are left out."""
 _LIMITS: Final = (31, 63, 127)
