@@ -152,6 +152,8 @@ def test_paths_are_safe_and_unique_even_where_case_is_ignored() -> None:
         descriptor(media_types.JSON, b"2", "blobstore/manifest.json"),
         descriptor(media_types.JSON, b"3", "../escape"),
         descriptor(media_types.FILE, b"4", "Blobstore/Config.json"),
+        descriptor(media_types.FILE, b"vae", "vae"),
+        descriptor(media_types.JSON, b"in vae", "VAE/config.json"),
         descriptor(media_types.LICENSE, b"5"),
         descriptor(media_types.LICENSE, b"6"),
         descriptor("application/vnd.ollama.image.unknown", b"7", "/abs"),
