@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from blobstore.registry.layouts.plan import RemoteLayout
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
 from blobstore.remotes.referrers import fetch_referrers
 from blobstore.remotes.signatures import fetch_signatures
-from blobstore.signatures.cosign import parse_signature, signed_by, write_signature
+from blobstore.signatures.cosign import parse_signature, payload, signed_by, write_signature
+from blobstore.signatures.keys import PrivateKey
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.models import dense_tensors, write_folder
@@ -205,6 +207,10 @@ def test_signatures_that_are_hostile_or_broken_count_as_missing(
 
         simple = "application/vnd.dev.cosign.simplesigning.v1+json"
         name = "dev.cosignproject.cosign/signature"
+        signed, wrong = payload("m", root.digest, 1), f"sha256:{'0' * 64}"
+        signer = PrivateKey.from_pem(key.private.read_bytes(), "key")
+        signature = base64.b64encode(signer.sign(signed, is_sha256=True)).decode()
+        registry.blobs[wrong] = signed
         layers = [
             blob(simple, b"{}", annotations={name: "AAAA"}),
             blob(simple, b"[" * 60_000, annotations={name: "AAAA"}),
@@ -212,7 +218,7 @@ def test_signatures_that_are_hostile_or_broken_count_as_missing(
             blob(simple, b"x", annotations={name: "!!"}),
             blob(simple, b"y"),
             blob("text/plain", b"z"),
-            blob(simple, b"w", annotations={name: "AAAA"}) | {"digest": f"sha256:{'0' * 64}"},
+            blob(simple, signed, annotations={name: signature}) | {"digest": wrong},
         ]
         config = blob("application/vnd.oci.empty.v1+json", b"{}")
         value = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config, "layers": layers}
@@ -232,6 +238,9 @@ def test_signatures_that_are_hostile_or_broken_count_as_missing(
                 }
             )
         listed.append(listed[0] | {"digest": f"sha256:{'1' * 64}"})
+        nested = json.dumps({"schemaVersion": 2, "manifests": listed}).encode()
+        registry.put_manifest("team/m", str(Digest.of(nested)), OCI_INDEX, nested)
+        listed.append(listed[0] | {"digest": str(Digest.of(nested))})
         index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
         registry.put_manifest("team/m", tag, OCI_INDEX, json.dumps(index).encode())
 
