@@ -305,7 +305,8 @@ class Library:
         if reference in arriving or self.store.manifest_version(reference) is not None:
             return False
         tag = reference.tag.lower()
-        return any(one.tag.lower() == tag for one in (*self.tags.of(reference), *arriving))
+        several = {*self.tags.of(reference), *arriving} - {reference}  # it may be a broken link
+        return any(one.tag.lower() == tag for one in several)
 
     def is_reserved(self, reference: Reference) -> bool:
         """Return whether a name that is not there would take the place of something else.

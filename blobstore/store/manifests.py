@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.escape import cli_command, quote
-from blobstore.core.files import FileVersion, is_there, read_regular
+from blobstore.core.files import FileVersion, is_absence, is_there, read_regular
 from blobstore.errors import (
     BlobstoreError,
     InvalidManifest,
@@ -134,14 +134,15 @@ class ManifestReader(BlobReader):
         path = self.manifest_path(reference)
         try:
             return read_regular(path, MAX_MANIFEST_SIZE)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if not is_absence(error):
+                message = f"cannot read manifest {quote(path)}: {error.strerror}"
+                raise StoreError(message) from error
             # If the store itself is unusable, that is the error, and not a missing model.
             self.check_root()
             if path.is_symlink():
                 raise InvalidManifest(f"{quote(path)} is a broken symbolic link") from None
             raise self.not_found(Reference.of(reference)) from None
-        except OSError as error:
-            raise StoreError(f"cannot read manifest {quote(path)}: {error.strerror}") from error
         except BlobstoreError as error:
             raise InvalidManifest(str(error)) from None
 

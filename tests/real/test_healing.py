@@ -108,7 +108,15 @@ DAMAGE: dict[str, Callable[[LocalStore], object]] = {
     "a missing source": lambda store: _source_layer(store).unlink(),
     "the manifest": lambda store: os.truncate(store.manifest_path(MAIN), 100),
     "an empty manifest": lambda store: os.truncate(store.manifest_path(MAIN), 0),
+    "a broken link as manifest": lambda store: _link(store, "nothing"),
+    "a circular link as manifest": lambda store: _link(store, MAIN.tag),
 }
+
+
+def _link(store: LocalStore, target: str) -> None:
+    path = store.manifest_path(MAIN)
+    path.unlink()
+    path.symlink_to(target)
 
 
 @pytest.mark.parametrize("what", DAMAGE)

@@ -296,6 +296,7 @@ def test_a_manifest_over_the_limit_is_not_read(store: LocalStore) -> None:
         (os.mkfifo, "is not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
         (lambda path: path.symlink_to("gone"), "is a broken symbolic link"),
+        (lambda path: path.symlink_to(path), "is a broken symbolic link"),
     ],
 )
 def test_a_manifest_that_is_not_a_regular_file_is_damaged_and_listed_unless_it_is_a_folder(
