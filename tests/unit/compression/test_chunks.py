@@ -120,3 +120,21 @@ def test_differences_longer_than_the_chunk_are_not_stored() -> None:
 
 def test_the_identity_has_one_number_for_all_widths() -> None:
     assert {transform.number for transform in IDENTITY.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("size", "begin", "method"),
+    [
+        (1 << 14, 0, Method.ZSTD),
+        (1 << 16, 1 << 15, Method.ZSTD),  # the middle is probed
+        (1 << 16, 1 << 16, Method.RAW),
+        ((1 << 14) - 1, 0, Method.RAW),  # too small to be worth it
+    ],
+)
+def test_a_plane_that_was_noise_in_the_sample_is_probed(
+    size: int, begin: int, method: Method
+) -> None:
+    chunk = np.frombuffer(noise(size), np.uint8).copy()
+    chunk[begin:] %= 7
+    entry, _ = encoded(chunk, Pipeline(IDENTITY[1], ((),)))
+    assert [plane.method for plane in entry.planes] == [method]
