@@ -30,6 +30,8 @@ CHECKSUMS: Final = ("xxh3-128", "blake3", "adler32")
 _LEVEL: Final = 1
 MAX_WINDOW: Final = 2**27
 """Bytes that a decoder keeps at most, which the highest level of zstd needs."""
+_MIN_WINDOW: Final = 2**10
+"""The smallest limit that zstd takes."""
 _PIECE: Final = 2**20
 _COUNT: Final = 4
 """Bytes of a count, and of a position."""
@@ -102,16 +104,17 @@ class Patch:
         """
         import zstandard
 
-        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         self._error = zstandard.ZstdError
         start = bytes(next(frame, b""))
-        if not start.startswith(zstandard.FRAME_HEADER):  # a skippable frame would hide the window
+        if not start.startswith(zstandard.FRAME_HEADER):
             raise DamagedSource(f"{where}: not a frame of zstd")
         self.memory = MAX_WINDOW
         """The bytes that it holds at most until it is applied."""
         with contextlib.suppress(zstandard.ZstdError):
             self.memory = min(MAX_WINDOW, zstandard.get_frame_parameters(start).window_size)
         pieces = _Pieces(chain([start], frame))
+        # A later frame, for the reader does not stop at one that is empty, has no larger window than was counted.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(self.memory, _MIN_WINDOW))
         self._reader = decompressor.stream_reader(cast("IO[bytes]", pieces))
         self._nbytes = nbytes
         self._done = 0

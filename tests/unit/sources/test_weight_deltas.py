@@ -111,6 +111,16 @@ def test_a_frame_that_is_skipped_does_not_hide_the_window() -> None:
         Patch(iter([memoryview(skipped + frame)]), "xor", 8, "adler32", "0", "here")
 
 
+def test_an_empty_frame_does_not_hide_the_window_of_the_next() -> None:
+    options = zstandard.ZstdCompressionParameters(window_log=20)
+    made = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    frame = made.compress(bytes(100)) + made.flush()
+    empty = zstandard.FRAME_HEADER + bytes(2) + b"\x01\0\0"  # its window has 1 KiB
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(empty) == b""
+    with pytest.raises(DamagedSource, match="not a frame of zstd"):
+        applied(patch(empty + frame, "xor", bytes(100)), bytes(100), 100)
+
+
 def overwrite(positions: list[int], values: bytes, count: int | None = None) -> bytes:
     """Return what a frame of this encoding has; ``count`` replaces the one that is right."""
     head = np.array([len(positions) if count is None else count, *positions], "<u4")
