@@ -8,6 +8,7 @@ of the commit alone, whose digests are checked, and the layout is that of the cl
 from __future__ import annotations
 
 import os
+import secrets
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -73,11 +74,19 @@ def _has_same_host(url: str, other: str) -> bool:
 
 
 def link(path: Path, place: Path) -> None:
-    """Replace ``place`` by a relative link to a file, or by the file itself where there are no links."""
+    """Replace ``place`` by a relative link to a file, or by the file itself where there are no links.
+
+    Other processes read the cache, so a link that is there already stays.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.unlink(missing_ok=True)
+    target = os.path.relpath(path, place.parent)
     try:
-        place.symlink_to(os.path.relpath(path, place.parent))
+        place.symlink_to(target)
+    except FileExistsError:
+        if not place.is_symlink() or str(place.readlink()) != target:
+            new = place.with_name(f".{secrets.token_hex(8)}.link")
+            new.symlink_to(target)
+            new.replace(place)
     except OSError:
         path.replace(place)
 

@@ -439,6 +439,19 @@ def test_what_a_hub_says_of_a_file_becomes_no_path(
     assert {path.name for path in tmp_path.iterdir()} <= {"repo", "hf", "store"}
 
 
+def test_a_link_of_the_cache_that_leads_to_the_file_stays(tmp_path: Path) -> None:
+    blob, place = tmp_path / "blobs" / "a", tmp_path / "snapshots" / "config.json"
+    blob.parent.mkdir()
+    blob.write_bytes(b"{}")
+    hub_files.link(blob, place)
+    before = place.lstat()
+    hub_files.link(blob, place)
+    assert place.lstat().st_ino == before.st_ino
+    hub_files.link(blob.with_name("b"), place)
+    assert place.readlink() == Path("../blobs/b")
+    assert [path.name for path in place.parent.iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("location", ["http://localhost/\x01", "http://localhost/" + "a" * 70_000])
 def test_a_redirect_to_no_url_is_an_error(client: Client, folder: Path, location: str) -> None:
     client.server.add("org/model", folder, headers={"Location": location})
