@@ -1,8 +1,9 @@
 """Connections of clients: how many there may be, and how much a client may send before it is answered.
 
 If all are taken, one is ended for the next: the one that has moved no byte for the longest time, those that wait for no
-answer before others. So clients that say nothing, or read nothing, do not keep others out. Fewer may be in the
-handshake of TLS, and each of these has :data:`HANDSHAKE_SECONDS`.
+answer before others. Of what a client sends, the first byte of a request counts, and the rest does not. So clients that
+say nothing, send a byte now and then, or read nothing, do not keep others out. Fewer may be in the handshake of TLS, and
+each of these has :data:`HANDSHAKE_SECONDS`.
 
 aiohttp limits the lines of a head, and how many requests of a client wait for their turn. Both together are over 60 MiB
 for each connection, and more in some versions. So a connection is not read any more when its client has sent
@@ -52,7 +53,7 @@ class Connections:
         """Start without connections, and allow ``most`` of them."""
         self._most = most
         self._moved: dict[Connection, float] = {}
-        """When each has last moved a byte. The one that has done so last is the last one."""
+        """When each has last moved a byte that counts. The one that has done so last is the last one."""
         self.handshakes: dict[Connection, None] = {}
         """Those in the handshake of TLS. The one that has come last is the last one."""
 
@@ -161,8 +162,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        self._host.moved(self)
         if self._body is None or self._body.is_eof():
+            if not self._ahead:
+                self._host.moved(self)
             self._ahead += len(data)
         if self._ahead > MAX_AHEAD and self._transport is not None:
             self._is_paused = True

@@ -145,6 +145,25 @@ def test_who_has_moved_nothing_for_longest_makes_place_for_the_next(
     assert first[0][1].is_aborted
 
 
+def test_who_sends_a_request_byte_by_byte_makes_place(clock: list[float]) -> None:
+    async def run() -> None:
+        host, body = Connections(2), Body(is_complete=False)
+        (head, first, _), (form, second, _) = connected(host), connected(host)
+        head.data_received(b"G")
+        form.data_received(b"POST")
+        with form.answering(body):
+            for clock[0] in (1.0, 2.0, 3.0):
+                head.data_received(b"E")
+                form.data_received(b"a")
+            connected(host)
+            assert (first.is_aborted, second.is_aborted) == (True, False)
+            clock[0] = 4.0
+            connected(host)
+            assert second.is_aborted
+
+    asyncio.run(run())
+
+
 def test_who_waits_for_no_answer_makes_place_before_others(clock: list[float]) -> None:
     async def run() -> None:
         host = Connections(2)
