@@ -1,7 +1,7 @@
 """The spellings of names in folders of manifests, so that no two names differ only in case.
 
 A process that gives many names keeps what it has listed. A folder is listed again when its version has changed, unless
-this process changed it. So a name that another program adds within one tick of the clock may be missed.
+this process changed it; then names that are new are added to those that were there, which takes half the time. So a name that another program adds within one tick of the clock may be missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Spellings:
     def __init__(self, manifests: Path) -> None:
         """List nothing yet."""
         self._manifests = manifests
-        self._known: dict[Path, tuple[FileVersion | None, _Listed]] = {}
+        self._known: dict[Path, tuple[FileVersion | None, _Listed, set[str]]] = {}
 
     def of(self, parts: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of hosts, namespaces, models or tags that differ from this one in case at most, sorted.
@@ -56,27 +56,30 @@ class Spellings:
         for level, part in enumerate(parts):
             folder = self._manifests.joinpath(*parts[:level])
             if (known := self._known.get(folder)) is not None:
-                names = known[1]
-                if part not in (alike := names.setdefault(part.lower(), [])):
-                    alike.append(part)
-                self._known[folder] = FileVersion.of(folder), names
+                _, names, listed = known
+                if part not in listed:
+                    names.setdefault(part.lower(), []).append(part)
+                    listed.add(part)
+                self._known[folder] = FileVersion.of(folder), names, listed
 
     def _listed(self, parents: Sequence[str]) -> _Listed:
         folder = self._manifests.joinpath(*parents)
-        names: _Listed = {}
+        known, names, before = self._known.get(folder, (None, {}, set[str]()))
         try:
             # Before the folder is listed: a change in between makes another version.
             version = FileVersion.of(folder)
             if version is None:
+                return {}
+            if known == version:
                 return names
-            known = self._known.get(folder)
-            if known is not None and known[0] == version:
-                return known[1]
-            for name in each_name(folder):
-                names.setdefault(name.lower(), []).append(name)
+            listed = set(each_name(folder))
         except StoreError:
             return {}
+        if not before <= listed:  # some were removed
+            names, before = {}, set()
+        for name in listed - before:
+            names.setdefault(name.lower(), []).append(name)
         if len(self._known) >= _MAX_FOLDERS:
             self._known.clear()
-        self._known[folder] = version, names
+        self._known[folder] = version, names, listed
         return names

@@ -191,7 +191,7 @@ def create(
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    implied = None
+    given, implied = reference, None
     if reference is None:
         if state:
             raise UsageError("a state needs a name")
@@ -203,7 +203,8 @@ def create(
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
     update = store.names.seen(reference)
-    store.names.check_name(update.reference)
+    if update is not given:  # the check before a name is given is enough for many imports
+        store.names.check_name(update.reference)
     source, source_options = with_quantization(os.fspath(source), source_options)
     options = ImportOptions(source_options, quantize, experts, decode, as_is)
     read, import_opened = importer(source, options.source, state=state)

@@ -50,8 +50,12 @@ def test_lists_a_folder_again_only_after_others_changed_it(
     assert len(listed) == 4
     (folder / "host/org/model/new").unlink()
     add(folder, "NEW", "host/org/other")
+    assert found.of(("host", "org", "model", "NEW")) == []
+    add(folder, "newer")
+    assert found.of(("host", "org", "model", "NEWER")) == [("host", "org", "model", "newer")]
+    listed[4:] = []
     assert found.of(("host", "org", "other", "new")) == [("host", "org", "other", "NEW")]
-    assert listed[4:] == ["org", "other"]
+    assert listed[4:] == ["other"]
 
 
 def test_keeps_a_bounded_number_of_folders(folder: Path) -> None:

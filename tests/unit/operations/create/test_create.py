@@ -33,7 +33,7 @@ from blobstore.planning.plan import QuantizeOptions
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
-from blobstore.store.names import Names, NameUpdate, replace_any
+from blobstore.store.names import ABSENT, Names, NameUpdate, replace_any
 from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.folders import contents
@@ -341,6 +341,9 @@ def test_rejects_a_name_that_differs_only_in_case_before_opening_the_source(
     blobstore.create(folder, "m", store=store)
     with pytest.raises(NameConflict):
         blobstore.create("/none", "M", store=store)
+    update = NameUpdate(Reference.parse("M"), ABSENT)
+    with pytest.raises(NameConflict):
+        blobstore.create(folder, update, store=store)
 
 
 def test_rejects_a_source_with_unclear_quantization(tmp_path: Path, store: LocalStore) -> None:
