@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,11 +18,10 @@ from blobstore.operations.describe.cat import read_file
 from blobstore.operations.maintenance.names import copy_model
 
 with optional_libraries():
+    import torch.distributed as dist
     from transformers import TrainerCallback
 
 if TYPE_CHECKING:
-    import os
-
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from blobstore.store.local import StoreLike
@@ -74,6 +74,8 @@ class StoreCallback(TrainerCallback):
     def restore(self, folder: str | os.PathLike[str], tag: str = "last") -> str:
         """Write a step into ``output_dir`` again, and the best one before it; return what the Trainer resumes from.
 
+        All processes of a run call it, and any number of them: the first one of each machine writes.
+
         Args:
             folder: the ``output_dir`` of the Trainer.
             tag: the tag of the step.
@@ -88,15 +90,24 @@ class StoreCallback(TrainerCallback):
             step, best = int(state["global_step"]), int(state["best_global_step"] or 0)
         except (KeyError, TypeError, ValueError, RecursionError):
             raise BlobDamaged(f"{name}: {_STATE} does not say which step it is") from None
-        if best:
-            kept = _folder(folder, best)
-            export_trainer(f"{self._run}:step-{best}", kept, store=self._store, force=True)
-            state["best_model_checkpoint"] = str(kept)
-        found = _folder(folder, step)
-        if best != step:
-            export_trainer(name, found, store=self._store, force=True)
-        _write(found / _STATE, state)
+        found, kept = _folder(folder, step), _folder(folder, best)
+        for rank in range(dist.get_world_size() if dist.is_initialized() else 1):
+            # One after the other, because machines may share the folder.
+            if not dist.is_initialized() or (rank == dist.get_rank() and _is_first_here()):
+                if best:
+                    export_trainer(f"{self._run}:step-{best}", kept, store=self._store, force=True)
+                    state["best_model_checkpoint"] = str(kept)
+                if best != step:
+                    export_trainer(name, found, store=self._store, force=True)
+                _write(found / _STATE, state)
+            if dist.is_initialized():
+                dist.barrier()
         return str(found)
+
+
+def _is_first_here() -> bool:
+    """Return whether a process is the first one of its machine, as ``torchrun`` numbers them."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _write(path: Path, value: Any) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 import blobstore
 from blobstore.integrations.trainer import StoreCallback
+from tests.support.ports import free_port
 
 STEPS, KILLED = 6, 4
 """The run is killed after this step, which it has saved."""
@@ -34,15 +35,32 @@ class Kill(transformers.TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(_: int, folder: Path, name: str, callbacks: list[Any], store: Path | None) -> None:
-    """Train a model with dropout; go on from a store if one is given."""
+class Run(NamedTuple):
+    """A run of the Trainer."""
+
+    name: str
+    callbacks: list[Any]
+    store: Path | None = None
+    """It goes on from there."""
+    ranks: int = 1
+    dropout: float = 0.1
+    """Of which the random numbers depend on the number of ranks."""
+
+
+def train(rank: int, folder: Path, run: Run, port: int) -> None:
+    """Train a model on one rank."""
+    name, callbacks, store, ranks, dropout = run
+    if ranks > 1:
+        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
     torch.set_num_threads(1)
     transformers.set_seed(0)
     sizes: Any = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 8, "vocab_size": 32}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     arguments = transformers.TrainingArguments(
         str(folder / name),
         max_steps=STEPS,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=2 // ranks,
         learning_rate=0.01,
         logging_steps=1,
         eval_strategy="steps",
@@ -52,6 +70,7 @@ def train(_: int, folder: Path, name: str, callbacks: list[Any], store: Path | N
         load_best_model_at_end=True,
         greater_is_better=True,  # the first one, which a run that goes on must have
         use_cpu=True,
+        ddp_backend="gloo" if ranks > 1 else None,
         disable_tqdm=True,
         report_to=[],
     )
@@ -74,6 +93,8 @@ def train(_: int, folder: Path, name: str, callbacks: list[Any], store: Path | N
     ]
     model: Any = trainer.model
     best = model.transformer.wte.weight.double().sum().item()
+    if rank:
+        return
     (folder / f"{name}.json").write_text(json.dumps([*logged, {"best": best}], sort_keys=True))
 
 
@@ -83,21 +104,30 @@ def main() -> None:
     store, other = folder / "store", folder / "other"
     (folder / "bucket").mkdir()
 
-    def run(name: str, callbacks: list[Any], store: Path | None = None) -> None:
+    def start(*values: Any, **options: Any) -> None:
+        run = Run(*values, **options)
         # Forked, so that torch is imported once.
-        start_processes(train, (folder, name, callbacks, store), nprocs=1, start_method="fork")
+        start_processes(train, (folder, run, free_port()), nprocs=run.ranks, start_method="fork")
 
-    run("undisturbed", [])
-    try:
-        run("killed", [StoreCallback("run", store), Kill()])
-    except ProcessExitedException as error:
-        assert error.exit_code == -signal.SIGKILL
-    run("from-store", [], store)
+    def kill(*values: Any, **options: Any) -> None:
+        try:
+            start(*values, **options)
+        except ProcessExitedException as error:
+            assert error.exit_code == -signal.SIGKILL
+
+    start("undisturbed", [])
+    kill("killed", [StoreCallback("run", store), Kill()])
+    start("from-store", [], store)
     for model in blobstore.list(store=store):
         address = f"file://{folder}/bucket/{model.reference}"
         blobstore.push(model.reference, address, store=store)
         blobstore.pull(address, str(model.reference), store=other)
-    run("from-bucket", [], other)
+    start("from-bucket", [], other)
+    # On two ranks, each with half of a batch.
+    ranks = folder / "ranks"
+    start("plain", [], dropout=0.0)
+    kill("plain-killed", [StoreCallback("run", ranks), Kill()], dropout=0.0)
+    start("two-ranks", [], ranks, ranks=2, dropout=0.0)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def test_a_killed_run_of_the_trainer_goes_on_as_if_undisturbed(tmp_path: Path) -
     # The last entry is of the best model, which the runs load at their end.
     assert from_store == from_bucket == undisturbed
 
+    plain, two_ranks = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "two-ranks")
+    )
+    assert len(plain) == len(two_ranks)
+    for alone, together in zip(plain, two_ranks, strict=True):
+        assert together == pytest.approx(alone, rel=1e-4)
+
     store = tmp_path / "store"
     models = {
         model.reference.tag: model for model in blobstore.list(store=store, read_metrics=True)
