@@ -13,10 +13,12 @@ import sys
 import tempfile
 import termios
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from click.testing import CliRunner, Result
 
 from blobstore.cli.main import program
@@ -155,3 +157,13 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # Linux says so when the other end is closed
         return b""
+
+
+def need_libraries(command: str) -> None:
+    """Skip the test of a command that needs an extra which is not installed."""
+    if command == "sign":
+        pytest.importorskip(
+            "cryptography", reason="it is in the test group, and in the extra [sign]"
+        )
+    if command == "run" and not any(map(find_spec, ("vllm", "mlx_lm"))):
+        pytest.skip("no inference server is installed")

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.support.gguf_files import gguf_file
 from tests.support.models import dense_tensors, write_folder
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.conftest import DENSE_CONFIG
-from tests.unit.cli.running import run, run_json
+from tests.unit.cli.running import need_libraries, run, run_json
 
 # The arguments of each command. An @ marks a path in the prepared folder, a % a file that has the argument.
 ARGUMENTS = {
@@ -203,16 +202,6 @@ def run_in(folder: Path, command: str) -> Any:
     store = () if command in STORELESS else ("--store", folder / "store")
     words = (*arguments_of(command, folder), *store)
     return run_json(*words, exit_code=EXIT_CODES.get(command, 0), stdin=STDIN.get(command))
-
-
-def need_libraries(command: str) -> None:
-    """Skip the test of a command that needs an extra which is not installed."""
-    if command == "sign":
-        pytest.importorskip(
-            "cryptography", reason="it is in the test group, and in the extra [sign]"
-        )
-    if command == "run" and not any(map(find_spec, ("vllm", "mlx_lm"))):
-        pytest.skip("no inference server is installed")
 
 
 def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:

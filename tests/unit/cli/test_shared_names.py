@@ -16,8 +16,7 @@ from blobstore.core.digest import Digest
 from blobstore.store.local import LocalStore
 from tests.support.folders import contents
 from tests.support.signing import key_files
-from tests.unit.cli.running import run
-from tests.unit.cli.test_contract import need_libraries
+from tests.unit.cli.running import need_libraries, run
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "teams.md"
 # An @ marks a path; the model is ``dense``.

@@ -68,7 +68,7 @@ def test_a_malformed_state_is_damaged(content: Any, message: str) -> None:
 
 
 def test_a_state_that_is_nested_too_deeply_is_damaged() -> None:
-    data = b'{"version":1,"state":' + b'{"a":' * 900 + b"1" + b"}" * 901
+    data = b'{"version":1,"state":' + b'{"a":' * 5000 + b"1" + b"}" * 5001
     with pytest.raises(BlobDamaged, match="not the state"):
         decode_state(data, {}, {})
 
