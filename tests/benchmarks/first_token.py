@@ -4,7 +4,8 @@ Measures the time to the first token of a small model, in transformers and in ml
 has imported them and in a new process. Also measures the private memory of a second process that serves
 the same model of 512 MiB, and the first token of one of 2 GB in new processes, in the page cache and not, and
 of one of 512 MiB on a slow mount. In transformers, a state that fastsafetensors or Run:ai's streamer has
-loaded from the folder is measured too, if they are installed.
+loaded from the folder is measured too, if they are installed. vLLM has an environment of its own, in which
+``.ci/vllm`` installs it: ``--vllm .venv-vllm/bin/python``.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def add_large(parser: argparse.ArgumentParser) -> None:
     """Add the options that measure one thing alone."""
     parser.add_argument("--large", action="store_true", help="measure a model of 2 GB alone")
     parser.add_argument("--slow", action="store_true", help="measure a slow mount alone")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure the model of 2 GB in vLLM alone")
 
 
 def collected(work: Callable[[], object]) -> float:
@@ -198,8 +200,16 @@ def compare(folder: Path, count: int) -> None:
             table(rounds(cases, times), kinds[0])
 
 
-def compare_large(folder: Path, count: int) -> None:
+def compare_large(folder: Path, count: int, vllm: str | None) -> None:
     """Print the tables of the first token of a large model, in processes of their own."""
+    groups = with_peers() if vllm is None else (("vLLM, folder", "vLLM, store"),)
+
+    def process(kind: str) -> dict[str, Any]:
+        if vllm is None:
+            return command("run", kind, folder)
+        args = [vllm, "-m", "tests.benchmarks.vllm_token", kind, str(folder)]
+        return {"args": args, "cwd": _ROOT, "stdout": subprocess.DEVNULL}
+
     weights = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1024]
     nbytes = (folder / "model" / "model.safetensors").stat().st_size
 
@@ -211,12 +221,10 @@ def compare_large(folder: Path, count: int) -> None:
         ("in the page cache", lambda: warm(folder)),
         ("not in the page cache", chill),
     ):
-        for kinds in with_peers():
+        for kinds in groups:
             print(f"First token of {nbytes / 1e9:.1f} GB {title}, whole process\n")
             cases = {
-                kind: partial(
-                    timed, partial(subprocess.run, check=True, **command("run", kind, folder))
-                )
+                kind: partial(timed, partial(subprocess.run, check=True, **process(kind)))
                 for kind in kinds
             }
             table(rounds(cases, count, before), kinds[0])
@@ -242,8 +250,8 @@ def main() -> None:
     """Print the tables."""
     options = arguments(__doc__, add_large)
     with workspace(options.folder) as folder:
-        if options.large:
-            compare_large(make_model(folder / "huge", **_HUGE), options.rounds)
+        if options.large or options.vllm:
+            compare_large(make_model(folder / "huge", **_HUGE), options.rounds, options.vllm)
             return
         if options.slow:
             compare_slow(make_model(folder / "large", **_LARGE), folder / "mount", options.rounds)
