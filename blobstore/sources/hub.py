@@ -9,6 +9,7 @@ a few small files, before anything else is downloaded.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -76,6 +77,8 @@ _DOWNLOADS = 4
 _CHECKS = 2
 """Threads that hash files."""
 _CHUNK = 1 << 20
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without symbolic links, on which the client moves its files to their names."""
 # By class name, because the client is not imported yet. The nearest base of an error counts.
 _TEXTS = {
     "GatedRepoError": "{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN",
@@ -375,6 +378,8 @@ class _Repository(FetchedTree):
         self._listing = listing
         self._is_online = is_online
         self._boundary = os.path.realpath(boundary)
+        self._new = set[str]()
+        """Files that were downloaded to the cache now."""
 
     def first_bytes(self, name: str) -> bytes | None:
         """See :class:`FetchedTree`."""
@@ -461,7 +466,14 @@ class _Repository(FetchedTree):
             if not blob.exists():
                 part = blob.with_name(f"{file.digest}.incomplete")
                 hub_files.fetch(self._repo, self.root.name, file, part, blob, count)
-            hub_files.link(blob, self.root / file.name)
+                self._new.add(file.name)
+            place = self.root / file.name
+            try:
+                hub_files.link(Path(os.path.relpath(blob, place.parent)), place)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                blob.replace(place)
 
     def _check(self, pool: WorkerPool, file: ListedFile) -> None:
         """Compare a file with the listing: a job of ``pool``."""
@@ -469,13 +481,17 @@ class _Repository(FetchedTree):
         link = self.root / file.name
         self.versions.record(link)
         opener = partial(self.versions.open, looks=False)
+        # A folder of downloads has files of its own, and links to the cache.
+        is_own = file.name in self._new or (self._downloads is not None and not link.is_symlink())
         try:
-            # A folder of downloads has files of its own, and links to the cache.
-            cache = "" if self._downloads is not None and not link.is_symlink() else self._boundary
+            cache = "" if is_own else self._boundary
             fault = _fault_of(link, file, cache, opener, lambda count: pool.report(count, what))
         except (OSError, ValueError) as error:
             fault = f"it cannot be read: {_line(error)}; check {quote(link)}"
         if fault is not None:
+            if file.name in self._new:  # other programs would take it for the file
+                (self._storage / "blobs" / file.digest).unlink(missing_ok=True)
+                link.unlink(missing_ok=True)
             raise DamagedSource(
                 f"file {quote(file.name)} of {_name(self._repo, self.root.name)} does not match the "
                 f"Hub's listing: {fault}"

@@ -7,10 +7,8 @@ of the commit alone, whose digests are checked, and the layout is that of the cl
 
 from __future__ import annotations
 
-import os
 import secrets
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
 
 from blobstore.core.escape import escape, quote
 from blobstore.errors import DamagedSource
@@ -45,18 +43,18 @@ def fetch(
     )
     for parent in (part.parent, path.parent):
         parent.mkdir(parents=True, exist_ok=True)
-    bar = _bar_class(count)
-    if found.xet_file_data is not None and is_xet_available():
+    bar, xet = _bar_class(count), found.xet_file_data if is_xet_available() else None
+    if not _is_of_same_server(url, xet.refresh_route if xet else found.location):
+        headers.pop("authorization", None)
+    if xet:
         xet_get(
             incomplete_path=part,
-            xet_file_data=found.xet_file_data,
+            xet_file_data=xet,
             headers=headers,
             expected_size=file.size,
             tqdm_class=bar,
         )
     else:
-        if not _has_same_host(url, found.location):
-            headers.pop("authorization", None)
         with part.open("ab") as stream:
             if (begin := stream.tell()) > file.size:
                 begin = stream.truncate(0)
@@ -67,28 +65,24 @@ def fetch(
     part.replace(path)
 
 
-def _has_same_host(url: str, other: str) -> bool:
+def _is_of_same_server(url: str, other: str) -> bool:
     """Return whether both are on one server, which may see the token."""
-    one, two = urlsplit(url), urlsplit(other)
-    return (one.scheme, one.netloc) == (two.scheme, two.netloc)
+    import httpx2
+
+    one, two = httpx2.URL(url), httpx2.URL(other)
+    return (one.scheme, one.host, one.port) == (two.scheme, two.host, two.port)
 
 
 def link(path: Path, place: Path) -> None:
-    """Replace ``place`` by a relative link to a file, or by the file itself where there are no links.
-
-    Other processes read the cache, so a link that is there already stays.
-    """
+    """Make a link to a file. Other processes read a cache, so a link that is there already stays. Raises OSError."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(path, place.parent)
     try:
-        place.symlink_to(target)
+        place.symlink_to(path)
     except FileExistsError:
-        if not place.is_symlink() or str(place.readlink()) != target:
+        if not place.is_symlink() or place.readlink() != path:
             new = place.with_name(f".{secrets.token_hex(8)}.link")
-            new.symlink_to(target)
+            new.symlink_to(path)
             new.replace(place)
-    except OSError:
-        path.replace(place)
 
 
 class FileCount:

@@ -390,8 +390,8 @@ def test_a_second_download_checks_but_fetches_nothing(client: Client, folder: Pa
         ("org/gone", "DamagedSource", [f"'{_SHARD}'", "does not serve it"]),
         ("org/short", "DamagedSource", [f"'{_SHARD}'", "bytes that it lists", "try again"]),
         ("org/short-small", "DamagedSource", ["'config.json'", "bytes that it lists", "try again"]),
-        ("org/corrupt", "DamagedSource", [f"'{_SHARD}'", "sha256", "remove"]),
-        ("org/corrupt-small", "DamagedSource", ["'config.json'", "sha1", "remove"]),
+        ("org/corrupt", "DamagedSource", [f"'{_SHARD}'", "sha256", "try again"]),
+        ("org/corrupt-small", "DamagedSource", ["'config.json'", "sha1", "try again"]),
     ],
 )
 def test_rejects_with_one_line_that_names_the_repository_and_what_to_do(
@@ -440,16 +440,59 @@ def test_what_a_hub_says_of_a_file_becomes_no_path(
 
 
 def test_a_link_of_the_cache_that_leads_to_the_file_stays(tmp_path: Path) -> None:
-    blob, place = tmp_path / "blobs" / "a", tmp_path / "snapshots" / "config.json"
-    blob.parent.mkdir()
-    blob.write_bytes(b"{}")
-    hub_files.link(blob, place)
+    place = tmp_path / "snapshots" / "config.json"
+    hub_files.link(Path("../blobs/a"), place)
     before = place.lstat()
-    hub_files.link(blob, place)
+    hub_files.link(Path("../blobs/a"), place)
     assert place.lstat().st_ino == before.st_ino
-    hub_files.link(blob.with_name("b"), place)
+    hub_files.link(Path("../blobs/b"), place)
     assert place.readlink() == Path("../blobs/b")
     assert [path.name for path in place.parent.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        ("https://hub.example/x", True),
+        ("https://Hub.Example:443/x", True),
+        ("http://hub.example/x", False),
+        ("https://hub.example:444/x", False),
+        ("https://hub.example.org/x", False),
+    ],
+)
+def test_only_the_server_of_the_hub_sees_the_token(other: str, *, is_same: bool) -> None:
+    assert hub_files._is_of_same_server("https://hub.example/org/a", other) is is_same
+
+
+def test_wrong_bytes_do_not_stay_in_the_cache(outcome: Outcome) -> None:
+    cache = Path(outcome.results["org/branched"]["folder"]).parents[2]
+    for name, file in (("org/corrupt", _SHARD), ("org/corrupt-small", "config.json")):
+        storage = cache / f"models--{name.replace('/', '--')}"
+        assert not [path for path in storage.rglob(file) if path.exists()]
+        listed = outcome.server.repos[name].entry(file)
+        assert not (storage / "blobs" / listed.get("lfs", listed)["oid"]).exists()
+
+
+@pytest.mark.parametrize("place", ["cache", "store"])
+def test_files_of_the_cache_are_read_through_links_and_stay(
+    client: Client, folder: Path, tmp_path: Path, place: str
+) -> None:
+    client.server.add("org/model", folder)
+    create = (_MAIN, "create", "hf://org/model", "model")
+    assert client.run(*create, "--keep-hub-cache", "--store", tmp_path / "first").code == 0
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    if place == "cache":
+        client.home.rename(tmp_path / "a" / "b" / "hf")
+        client.home = tmp_path / "link" / "hf"
+    sent = client.server.sent
+    assert client.run(*create, "--store", tmp_path / "link" / "store").code == 0
+    full = "import errno, pathlib\ndef fail(*_): raise OSError(errno.ENOSPC, 'full')\n"
+    failing = f"{full}pathlib.Path.symlink_to = fail\n{_MAIN}"
+    assert client.run(failing, *create[1:], "--store", tmp_path / "other").code == 1
+    assert client.server.sent == sent
+    assert client.run(*create, "--store", tmp_path / "third").code == 0
+    assert client.server.sent == sent
 
 
 @pytest.mark.parametrize("location", ["http://localhost/\x01", "http://localhost/" + "a" * 70_000])
