@@ -8,7 +8,8 @@ of the commit alone, whose digests are checked, and the layout is that of the cl
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Self
+import time
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from blobstore.core.escape import escape, quote
 from blobstore.errors import DamagedSource
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from huggingface_hub.utils._xet import XetFileData
+
     from blobstore.core.workers import WorkerPool
     from blobstore.sources.hub_listing import ListedFile
+
+_KEPT_SECONDS: Final = 120
+"""The client asks again a minute before an answer expires."""
 
 
 def fetch(
@@ -46,7 +52,7 @@ def fetch(
     bar, xet = _bar_class(count), found.xet_file_data if is_xet_available() else None
     if not _is_of_same_server(url, xet.refresh_route if xet else found.location):
         headers.pop("authorization", None)
-    if xet:
+    if xet and _comes_from_a_server(xet, headers):
         xet_get(
             incomplete_path=part,
             xet_file_data=xet,
@@ -63,6 +69,16 @@ def fetch(
     if (size := part.stat().st_size) != file.size:
         raise count.damaged(f"the Hub sends {size} of the {file.size} bytes that it lists")
     part.replace(path)
+
+
+def _comes_from_a_server(xet: XetFileData, headers: dict[str, str]) -> bool:
+    """Return whether the Hub names a server for Xet. Its library takes a path, too, and would write there."""
+    from huggingface_hub.utils._xet import refresh_xet_connection_info
+
+    found = refresh_xet_connection_info(file_data=xet, headers=headers)
+    # The client keeps the answer until it expires, and does not ask again now.
+    is_kept = found.expiration_unix_epoch > time.time() + _KEPT_SECONDS
+    return is_kept and found.endpoint.startswith(("https://", "http://"))
 
 
 def _is_of_same_server(url: str, other: str) -> bool:

@@ -250,6 +250,7 @@ class Names:
                     undo.callback(self._undo, model, self._data(model.update.reference))
                     former.append(self._give(model))
                 undo.pop_all()
+                self._note_givers(models)
         return former
 
     def place(self, *models: NewModel) -> list[bytes | None]:
@@ -264,7 +265,9 @@ class Names:
         for model in models:
             self._check(model)
         self._make_folders(*(model.update.reference for model in models))
-        return [self._give(model) for model in models]
+        former = [self._give(model) for model in models]
+        self._note_givers(models)
+        return former
 
     def _make_folders(self, *references: Reference) -> None:
         """Make the folders of names durably; nothing that is temporary has to be."""
@@ -300,7 +303,6 @@ class Names:
                 os.fsync(file.fileno())
             sync_folder(path.parent)
             self.published.add(reference)
-            self._note_giver(model.update)
             return None
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(InvalidManifest):
@@ -311,13 +313,16 @@ class Names:
                 self._history.keep(reference, found)
                 former = found
         self._write(reference, model.data)
-        self._note_giver(model.update)
         return former
 
-    def _note_giver(self, update: NameUpdate) -> None:
-        """Forget that a server has given a name, or is giving it now: it is the user's, unless the server gives this one."""
-        if not update.is_fetched:
-            self._forget(update.reference)
+    def _note_givers(self, models: Iterable[NewModel]) -> None:
+        """Forget that a server has given names, or is giving them: they are the user's, unless the server gives this one.
+
+        Only now, because a name that could not be given is still the server's.
+        """
+        for model in models:
+            if not model.update.is_fetched:
+                self._forget(model.update.reference)
 
     def _forget(self, reference: Reference) -> None:
         """Remove the note that a server has given a name, or is giving it."""

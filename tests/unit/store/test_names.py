@@ -12,6 +12,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, NameConflict, NameTaken, 
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store import names
+from blobstore.store.fetched import given_name
 from blobstore.store.local import LocalStore
 from blobstore.store.names import (
     ABSENT,
@@ -96,6 +97,9 @@ def test_of_several_models_none_is_named_if_one_cannot_be(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, *rest, **options)
 
+    note = store.folder("pulled") / given_name(NAME)
+    note.parent.mkdir()
+    note.touch()
     monkeypatch.setattr(names, "write_file", full)
     last = new._replace(update=replace_any("z"))
     with pytest.raises(StoreError, match="no space left"):
@@ -103,6 +107,10 @@ def test_of_several_models_none_is_named_if_one_cannot_be(
     assert len(written) > 3
     assert store.names.version(NAME) == before
     assert not any(store.has_model(name) for name in ("added", "z", "zz"))
+    assert note.exists(), "it is still the server's"
+    monkeypatch.undo()
+    store.names.install([new])
+    assert not note.exists()
 
 
 def test_signatures_are_kept_before_the_first_name(
