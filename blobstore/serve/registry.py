@@ -266,5 +266,12 @@ def _referrers(target: Target, repository: Reference, digest: Digest, library: V
     if kind := target.first("artifactType"):
         listed = [one for one in listed if one["artifactType"] == kind]
         headers["OCI-Filters-Applied"] = "artifactType"
-    value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
-    return json_response(value, headers=headers, media_type=OCI_INDEX)
+    return json_response(_index(listed), headers=headers, media_type=OCI_INDEX)
+
+
+def _index(listed: list[Any]) -> dict[str, Any]:
+    return {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
+
+
+NO_REFERRERS: Final = json_response(_index([])).texts
+"""The body of the response if nothing refers to a manifest, also if the store does not have it."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import replace
 from functools import partial, reduce
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError
@@ -14,7 +15,7 @@ from blobstore.serve.hub_calls import READS
 from blobstore.serve.messages import bytes_response, failure, without_body
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
-from blobstore.serve.registry import is_list, registry_response
+from blobstore.serve.registry import NO_REFERRERS, is_list, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 from blobstore.serve.token_owners import owner_response
 from blobstore.serve.unprepared import List, ListOfAll
@@ -121,7 +122,8 @@ def _about_models(
         response = respond(partial(of, visible[0]))
         for store in visible[1:] if _lacks_name(response) else ():
             other = respond(partial(of, store))
-            response = response if _lacks_name(other) else other
+            if _lacks_repository(response) or not _lacks_name(other):
+                response = other
         return response
 
     if not (is_list(target) if call is None else call.route.is_list):
@@ -135,8 +137,16 @@ def _about_models(
 
 
 def _lacks_name(response: Response) -> bool:
-    """Return whether a store has no model of the name, or no blob of the digest, that is asked for."""
-    return response.status == 404 and response.headers.get("X-Error-Code") != "EntryNotFound"
+    """Return whether a store has no model of the name, or nothing of the digest, that is asked for."""
+    if response.status != HTTPStatus.NOT_FOUND:
+        return response.texts == NO_REFERRERS
+    return response.headers.get("X-Error-Code") != "EntryNotFound"
+
+
+def _lacks_repository(response: Response) -> bool:
+    """Return whether a store has no model with any tag of the name."""
+    is_unknown = any(b'"NAME_UNKNOWN"' in text for text in response.texts or ())
+    return is_unknown or response.headers.get("X-Error-Code") == "RepoNotFound"
 
 
 def _owner(

@@ -341,14 +341,15 @@ class Joined(Visible):
         self, repository: Reference, after: str = "", limit: int = sys.maxsize
     ) -> list[Reference]:
         """See :meth:`Visible.tags`."""
-        other = self._other.tags(repository, after, limit)
-        found = {*super().tags(repository, after, limit), *other}
-        return sorted(found, key=lambda one: one.tag)[:limit]
+        other = self._other.tags(self._other.spelled(repository), after, limit)
+        own = super().tags(super().spelled(repository), after, limit)
+        found = {one.tag: one for one in (*other, *own)}
+        return [found[tag] for tag in sorted(found)][:limit]
 
     def spelled(self, repository: Reference) -> Reference:
         """See :meth:`Visible.spelled`."""
-        is_own = super().stores(repository)
-        return super().spelled(repository) if is_own else self._other.spelled(repository)
+        own = super().spelled(repository)  # a model that the client does not see has no name
+        return own if super().tags(own, limit=1) else self._other.spelled(repository)
 
     def stores(self, repository: Reference) -> bool:
         """See :meth:`Visible.stores`."""
@@ -367,6 +368,8 @@ class Joined(Visible):
 
     def commits(self, repository: Reference) -> Mapping[Reference, str]:
         """See :meth:`Visible.commits`."""
-        return dict(
-            sorted({**self._other.commits(repository), **super().commits(repository)}.items())
-        )
+        own = super().commits(super().spelled(repository))
+        other = self._other.commits(self._other.spelled(repository))
+        taken = {one.tag for one in own}
+        found = {one: commit for one, commit in other.items() if one.tag not in taken}
+        return dict(sorted({**found, **own}.items()))

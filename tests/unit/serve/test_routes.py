@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from blobstore.errors import InvalidManifest
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.names import copy_model
+from blobstore.operations.sign.sign import sign_model
 from blobstore.serve.access import Access, Token
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
@@ -22,6 +23,7 @@ from blobstore.serve.unprepared import List, NotListed, NotPrepared, UnknownSour
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 from tests.support.serve import ask, body_of, json_of
+from tests.support.signing import key_files
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,48 @@ def test_a_name_of_a_store_counts_before_that_of_the_shared_one(
     assert both("/org/model/resolve/v2/extra/notes.txt").status == 404
     for target in ("/org/model/resolve/v9/config.json", "/none/resolve/main/config.json"):
         assert both(target) == ask(above, target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/org/theirs/resolve/v9/config.json",
+        "/api/models/org/theirs/revision/v9",
+        "/v2/org/theirs/manifests/v9",
+        f"/v2/org/theirs/blobs/sha256:{'0' * 64}",
+    ],
+)
+def test_what_both_stores_lack_is_answered_by_the_one_that_has_the_repository(
+    library: Library, above: Library, target: str
+) -> None:
+    copy_model("org/model", "org/theirs", store=library.store)
+    found = ask(above, target, shared=library)
+    assert found == ask(library, target)
+    assert found != ask(above, target)
+
+
+def test_a_signature_of_the_shared_store_is_found_below_other_tags_of_a_store(
+    library: Library, above: Library, tmp_path: Path
+) -> None:
+    copy_model("org/model", "org/signed", store=library.store)
+    copy_model("org/model:v2", "org/signed:v1", store=above.store)
+    sign_model("org/signed", key_files(tmp_path).private, store=library.store)
+    manifest = ask(library, "/v2/org/signed/manifests/latest")
+    target = f"/v2/org/signed/referrers/{manifest.headers['Docker-Content-Digest']}"
+    found = ask(above, target, shared=library)
+    assert found == ask(library, target)
+    assert json_of(found)["manifests"]
+
+
+def test_lists_of_both_stores_find_each_ones_own_spelling(library: Library, above: Library) -> None:
+    copy_model("org/model:v2", "ORG/Both", store=above.store)
+    copy_model("org/model", "org/both:v2", store=library.store)
+    both = partial(ask, above, shared=library)
+    assert json_of(both("/v2/org/both/tags/list"))["tags"] == ["latest", "v2"]
+    other = Access(tokens=[Token(b"a-long-token", models=("org/*",))])
+    headers = {"authorization": "Bearer a-long-token"}
+    shown = ask(above, "/v2/org/both/tags/list", headers=headers, access=other, shared=library)
+    assert json_of(shown)["tags"] == ["v2"]
 
 
 def test_lists_have_the_models_of_a_store_and_of_the_shared_one(
