@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
 
 from blobstore.core.escape import escape, quote
 from blobstore.errors import DamagedSource
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from blobstore.core.workers import WorkerPool
     from blobstore.sources.hub_listing import ListedFile
 
+_PORTS: Final = {"http": 80, "https": 443}
 _KEPT_SECONDS: Final = 120
 """The client asks again a minute before an answer expires."""
 
@@ -82,11 +84,10 @@ def _comes_from_a_server(xet: XetFileData, headers: dict[str, str]) -> bool:
 
 
 def _is_of_same_server(url: str, other: str) -> bool:
-    """Return whether both are on one server, which may see the token."""
-    import httpx2
-
-    one, two = httpx2.URL(url), httpx2.URL(other)
-    return (one.scheme, one.host, one.port) == (two.scheme, two.host, two.port)
+    """Return whether both are on one server, which may see the token. Raises ValueError."""
+    one, two = map(urlsplit, (url, other))
+    ports = [it.port or _PORTS.get(it.scheme) for it in (one, two)]
+    return (one.scheme, one.hostname, ports[0]) == (two.scheme, two.hostname, ports[1])
 
 
 def link(path: Path, place: Path) -> None:
