@@ -126,10 +126,10 @@ def take_tensors(
         return visit(state if type(state) in _DICTS else dict(state), ()), tensors
 
 
-def nested(values: Sequence[tuple[Path, Any]]) -> Any:
+def nested(values: Sequence[tuple[Path, Any]], before: Path = ()) -> Any:
     """Return the dicts and lists through which paths lead to values.
 
-    The planner of torch forgets empty parts. A list without some of its parts becomes a dict.
+    The planner of torch forgets empty parts. A list without some of its parts becomes a dict. ``before`` leads to all.
 
     Raises:
         UsageError: a path leads through a value or to two, or is too long.
@@ -139,10 +139,10 @@ def nested(values: Sequence[tuple[Path, Any]]) -> Any:
         if not path and len(values) == 1:
             return value
         if not path:
-            raise UsageError("two values of the state would have one key")
+            raise UsageError(f"the key {quote(_key(before))} of the state leads to two values")
         _key(path)
         parts.setdefault(path[0], []).append((path[1:], value))
-    found = {name: nested(its) for name, its in parts.items()}
+    found = {name: nested(its, (*before, name)) for name, its in parts.items()}
     if found and found.keys() == set(range(len(found))):
         return [found[index] for index in range(len(found))]
     return found

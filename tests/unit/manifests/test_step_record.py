@@ -89,7 +89,7 @@ def test_paths_lead_to_a_state() -> None:
     ids=["through", "before", "twice", "long"],
 )
 def test_paths_that_lead_to_no_state_are_refused(paths: list[tuple[str | int, ...]]) -> None:
-    with pytest.raises(UsageError, match=r"have one key|over 100 parts"):
+    with pytest.raises(UsageError, match=r"leads to two values|over 100 parts"):
         nested([(path, 7) for path in paths])
 
 
