@@ -91,16 +91,17 @@ class StoreCallback(TrainerCallback):
         except (KeyError, TypeError, ValueError, RecursionError):
             raise BlobDamaged(f"{name}: {_STATE} does not say which step it is") from None
         found, kept = _folder(folder, step), _folder(folder, best)
-        for rank in range(dist.get_world_size() if dist.is_initialized() else 1):
+        has_ranks = dist.is_available() and dist.is_initialized()
+        for rank in range(dist.get_world_size() if has_ranks else 1):
             # One after the other, because machines may share the folder.
-            if not dist.is_initialized() or (rank == dist.get_rank() and _is_first_here()):
+            if not has_ranks or (rank == dist.get_rank() and _is_first_here()):
                 if best:
                     export_trainer(f"{self._run}:step-{best}", kept, store=self._store, force=True)
                     state["best_model_checkpoint"] = str(kept)
                 if best != step:
                     export_trainer(name, found, store=self._store, force=True)
                 _write(found / _STATE, state)
-            if dist.is_initialized():
+            if has_ranks:
                 dist.barrier()
         return str(found)
 

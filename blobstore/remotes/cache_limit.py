@@ -72,7 +72,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
 
 
 def _size(store: LocalStore, name: str) -> int:
-    """Return the bytes of a hot blob, 0 if there is none."""
+    """Return the bytes of a hot blob; an absent one has 0."""
     try:
         return os.lstat(store.blob_path(Digest(name))).st_size
     except FileNotFoundError:

@@ -65,7 +65,7 @@ def fetch(
     else:
         with part.open("ab") as stream:
             if (begin := stream.tell()) > file.size:
-                begin = stream.truncate(0)
+                begin = stream.seek(stream.truncate(0))
             if begin < file.size or not begin:
                 http_get(found.location, stream, resume_size=begin, headers=headers, tqdm_class=bar)
     if (size := part.stat().st_size) != file.size:

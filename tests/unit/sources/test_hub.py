@@ -464,6 +464,16 @@ def test_only_the_server_of_the_hub_sees_the_token(other: str, *, is_same: bool)
     assert hub_files._is_of_same_server("https://hub.example/org/a", other) is is_same
 
 
+def test_a_part_that_is_longer_than_its_file_is_fetched_again(client: Client, folder: Path) -> None:
+    repo = client.server.add("org/model", folder, cut={_SHARD: 1})
+    digest = repo.entry(_SHARD)["lfs"]["oid"]
+    part = client.home / "hub" / "models--org--model" / "blobs" / f"{digest}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes((folder / _SHARD).stat().st_size + 1))
+    found = Path(client.download("org/model")["folder"])
+    assert (found / _SHARD).read_bytes() == (folder / _SHARD).read_bytes()
+
+
 def test_wrong_bytes_do_not_stay_in_the_cache(outcome: Outcome) -> None:
     cache = Path(outcome.results["org/branched"]["folder"]).parents[2]
     for name, file in (("org/corrupt", _SHARD), ("org/corrupt-small", "config.json")):
