@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.archives.table import ArchivedModel
 from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
-from blobstore.cold_blobs.chains import Chains
+from blobstore.cold_blobs.delta_chains import Chains
 from blobstore.cold_blobs.equal_tensors import DuplicateFinder
 from blobstore.cold_blobs.gguf_parents import ParentFinder
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from blobstore.cold_blobs.blob_encoder import MIN_GAIN
-from blobstore.cold_blobs.chains import Fit, choose_chains
+from blobstore.cold_blobs.delta_chains import Fit, choose_chains
 from blobstore.cold_blobs.similarity import BlobSampler
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
-    from blobstore.cold_blobs.chains import Fits
+    from blobstore.cold_blobs.delta_chains import Fits
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest

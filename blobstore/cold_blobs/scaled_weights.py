@@ -71,7 +71,7 @@ class ScaledWeight(Weight):
         import ml_dtypes
         import numpy as np
 
-        from blobstore.quantization.numpy import dequantize
+        from blobstore.quantization.quantize_numpy import dequantize
 
         if self.item.float8 is not None:  # whose scales change angles little
             data = read_bytes(read, self.places[0][0] + begin, self.sampled)

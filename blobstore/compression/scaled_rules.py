@@ -102,7 +102,7 @@ class AffineRule(Rule):
 
         Takes ``read`` as :meth:`QuantRule.predict`. The result is valid until this thread's next call.
         """
-        from blobstore.quantization.numpy import affine, affine_scales, pack  # few blobs
+        from blobstore.quantization.quantize_numpy import affine, affine_scales, pack  # few blobs
 
         begin, length = self.source_size(offset), self.source_size(size)
         known = {} if self.known is None else self.known
@@ -226,7 +226,7 @@ class Float8Rule(Rule):
 
     def _codes(self, values: Array) -> Array:
         """Return the codes of quotients, which are overwritten; NaN counts as the least one."""
-        from blobstore.quantization.numpy import codes_of_halves, upper_halves  # few blobs
+        from blobstore.quantization.quantize_numpy import codes_of_halves, upper_halves  # few blobs
 
         np.fmax(values, -_E4M3_MAX, out=values)
         np.fmin(values, _E4M3_MAX, out=values)

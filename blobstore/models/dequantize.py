@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from blobstore.quantization.fp8 import decode
-from blobstore.quantization.numpy import dequantize
+from blobstore.quantization.quantize_numpy import dequantize
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.tiles import TILE_ROWS
 from blobstore.safetensors.numpy import as_array

@@ -210,13 +210,13 @@ def checked_dtype(name: str) -> FloatName:
 def dequantizer(framework: str) -> Dequantize:
     """Return the function that dequantizes arrays of ``numpy``, ``torch`` or ``mlx``."""
     if framework == "torch":
-        from blobstore.quantization import torch
+        from blobstore.quantization import dequantize_torch
 
-        return torch.dequantize
+        return dequantize_torch.dequantize
     if framework == "mlx":
-        from blobstore.quantization import mlx
+        from blobstore.quantization import dequantize_mlx
 
-        return mlx.dequantize
-    from blobstore.quantization import numpy as reference
+        return dequantize_mlx.dequantize
+    from blobstore.quantization import quantize_numpy
 
-    return reference.dequantize
+    return quantize_numpy.dequantize

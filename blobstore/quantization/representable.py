@@ -57,7 +57,7 @@ def check_finite(array: Array, recipe: Quantized, before: int) -> None:
     """Check the values of a tensor that follow ``before`` others. Raises DamagedSource."""
     import numpy as np
 
-    from blobstore.quantization.numpy import first_nonfinite
+    from blobstore.quantization.quantize_numpy import first_nonfinite
 
     index = first_nonfinite(array)
     if index is not None:

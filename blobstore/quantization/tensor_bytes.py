@@ -83,7 +83,7 @@ class Converter:
                 yield result.tobytes()
 
     def _quantize(self, recipe: Quantized) -> Iterator[Buffer]:
-        from blobstore.quantization.numpy import quantize
+        from blobstore.quantization.quantize_numpy import quantize
         from blobstore.safetensors.numpy import as_bytes
 
         dense = recipe.dense

@@ -1,43 +1,25 @@
-"""Models whose files lie in object storage or on a web server: they are downloaded, and then read as a folder."""
+"""Downloads the files of a model from object storage or a web server, to read them as a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-from functools import partial
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import BlobId, Digest
-from blobstore.core.escape import escape, join_some, quote, quote_url
+from blobstore.core.escape import escape, quote
 from blobstore.core.file_kinds import HEAD, absence
 from blobstore.core.schemes import WEB, scheme_of
-from blobstore.core.urls import last_part
 from blobstore.core.workers import Cancelled, WorkerPool
-from blobstore.errors import (
-    BlobDamaged,
-    DamagedSource,
-    InvalidDigest,
-    RemoteRefused,
-    SourceNotFound,
-    UsageError,
-)
-from blobstore.http import protocol
-from blobstore.http.protocol import Request
-from blobstore.http.retry import Patience
-from blobstore.http.rules import Rule
-from blobstore.http.transport import Transport
-from blobstore.manifests.file_names import is_safe_name
-from blobstore.objects.address import StoreAddress
-from blobstore.objects.client import ObjectClient
+from blobstore.errors import DamagedSource, InvalidDigest, UsageError
+from blobstore.remotes.bucket_files import BucketFiles
+from blobstore.remotes.web_file import WebFile
 from blobstore.sources.fetched_tree import FetchedTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.partial import PartialBlob
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions
@@ -45,20 +27,6 @@ if TYPE_CHECKING:
 
 _STREAMS: Final = 8
 """Parts of a file that are fetched at once."""
-_PIECE: Final = 8 << 20
-"""Bytes of an object that one request reads."""
-_PATIENCE: Final = Patience()
-_FILE: Final = Rule(is_hint=False, success=(200, 206))
-
-
-class _File(NamedTuple):
-    """What is known of a file before it is fetched."""
-
-    size: int
-    version: str
-    """The ETag, or when it was written; empty if the server says neither, so that no download can be continued."""
-    has_ranges: bool = True
-    """Whether the server sends parts of it."""
 
 
 @contextlib.contextmanager
@@ -86,7 +54,9 @@ def opened_remote(
         BlobstoreError: as :class:`HuggingFaceFolder` and ``downloads``.
     """
     digest = None if sha256 is None else _parsed(sha256)
-    with contextlib.closing(_Web(source) if scheme_of(source) in WEB else _Bucket(source)) as place:
+    with contextlib.closing(
+        WebFile(source) if scheme_of(source) in WEB else BucketFiles(source)
+    ) as place:
         if digest is not None and len(place.files) > 1:
             raise UsageError(f"{quote(place.address)} has several files, and one SHA-256 is given")
         tree = _Tree(place, options, downloads, digest)
@@ -101,7 +71,7 @@ class _Tree(FetchedTree):
 
     def __init__(
         self,
-        place: _Bucket | _Web,
+        place: BucketFiles | WebFile,
         options: SourceOptions,
         downloads: Downloads,
         sha256: Digest | None,
@@ -179,169 +149,6 @@ class _Tree(FetchedTree):
         pool.run(jobs, fill, self._place.abort)
 
 
-class _Bucket:
-    """A folder in object storage, or one object."""
-
-    def __init__(self, text: str) -> None:
-        address = StoreAddress.parse(text)
-        self.address = str(address)
-        self._is_stopping = threading.Event()
-        self._client = ObjectClient(address)
-        listed = {one.key: _File(one.size, _bare(one.etag)) for one in self._client.list("")}
-        if not listed and address.prefix:
-            folder, _, name = address.prefix.rpartition("/")
-            self._client = ObjectClient(StoreAddress(address.scheme, address.bucket, folder))
-            size, tag = self._client.size(name), self._client.tag(name)
-            if size is not None:
-                self.address = str(StoreAddress(address.scheme, address.bucket, folder))
-                listed[name] = _File(size, _bare(tag.etag) if tag else "")
-        is_store = any("blobs/sha256-" in name for name in listed)
-        if is_store or not listed:
-            found, advice = "has no files, or does not exist", "check the address"
-            if is_store:
-                found = "is a store, and not a folder of files"
-                advice = "'blobstore pull' fetches a model of a store"
-            raise SourceNotFound(f"{quote(self.address)} {found}", advice=advice)
-        self.files = {name: file for name, file in listed.items() if is_safe_name(name)}
-        # Some programs end the names of empty objects with a slash, to show folders.
-        unsafe = [quote(it) for it in listed if it not in self.files and not it.endswith("/")]
-        left = f"left out: {join_some(unsafe, 5)}, which no file of a folder can have as its name"
-        self.notices = [left] if unsafe else []
-
-    def read(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
-        """Yield bytes of a file. Raises DamagedSource and RemoteError."""
-        what = quote(f"{self.address}/{name}")
-        for start in range(begin, end, _PIECE):
-            stop = min(start + _PIECE, end)
-            piece = self._client.read(name, start, stop)
-            if piece is None or (piece.size, _bare(piece.etag)) != self.files[name][:2]:
-                raise _changed(what)
-            if len(piece.data) != stop - start:
-                raise DamagedSource(f"{what}: the server sends fewer bytes than asked for")
-            yield piece.data
-            if self._is_stopping.is_set():
-                raise Cancelled("stopped")
-
-    def abort(self) -> None:
-        """End the requests of other threads after the pieces that they wait for."""
-        self._is_stopping.set()
-
-    def close(self) -> None:
-        """Do nothing: obstore closes its connections itself."""
-
-
-class _Web:
-    """One file on a web server."""
-
-    notices = ()
-
-    def __init__(self, url: str) -> None:
-        try:
-            parts = urlsplit(url)
-            is_sound = bool(parts.hostname) and parts.port != 0 and len(url) <= protocol.MAX_URL
-        except ValueError:
-            is_sound = False
-        if not is_sound or not (url.isascii() and url.isprintable()) or " " in url:
-            raise UsageError(f"not the URL of a file: {quote_url(url)}")
-        if "@" in parts.netloc:
-            raise UsageError(
-                f"{quote_url(url)}: a login in a URL can be read by others of this machine",
-                advice="download the file with a program that asks for it, and create from the file",
-            )
-        name = last_part(url)
-        if not is_safe_name(name):
-            raise UsageError(f"{quote_url(url)} does not end with the name of a file")
-        # Without the query, which may hold a signature that gives access.
-        self.address = f"{parts.scheme.lower()}://{parts.netloc}{parts.path.rpartition('/')[0]}"
-        self._url = url.partition("#")[0]
-        self._what = quote(f"{self.address}/{name}")
-        self._transport = Transport(
-            parts.netloc,
-            plain_http=parts.scheme.lower() == "http",
-            find_login=lambda _: None,
-            limiter=None,
-            patience=_PATIENCE,
-            authorization="",
-        )
-        try:
-            self.files = {name: self._look()}
-        except BaseException as error:
-            self.close()
-            if isinstance(error, BlobDamaged):  # it has no first byte
-                raise DamagedSource(f"{self._what} is empty") from None
-            raise
-
-    def _look(self) -> _File:
-        """Ask what the file is, by its first byte: signed URLs allow no HEAD."""
-        for attempt in self._transport.retry():
-            with attempt, self._sent({"range": protocol.range_of(0, 1)}) as (_, response):
-                has_ranges = response.status_code == HTTPStatus.PARTIAL_CONTENT
-                text = response.headers.get("content-length")
-                if has_ranges:
-                    text = response.headers.get("content-range", "").rpartition("/")[2]
-                size = protocol.content_length(text)
-                if size is None:
-                    advice = "download it with another program, and create from the file"
-                    raise DamagedSource(
-                        f"{self._what}: the server does not state its size", advice=advice
-                    )
-                return _File(size, _version_in(response), has_ranges)
-        raise AssertionError("unreachable")
-
-    def read(self, name: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield bytes of a file. Raises DamagedSource and RemoteError."""
-        pieces = partial(self._pieces, self.files[name], end)
-        return self._transport.retry().resumed(begin, end, pieces) if begin < end else iter(())
-
-    def _pieces(self, file: _File, end: int, begin: int) -> Generator[bytes, None, None]:
-        is_whole = begin == 0 and end == file.size
-        headers = {} if is_whole else {"range": protocol.range_of(begin, end)}
-        try:
-            with self._sent(headers) as (request, response):
-                if _version_in(response) != file.version:
-                    raise _changed(self._what)
-                yield from self._transport.span(request, response, begin, end, file.size)
-        except BlobDamaged:
-            raise _changed(self._what) from None
-
-    @contextlib.contextmanager
-    def _sent(self, headers: dict[str, str]) -> Iterator[tuple[Request, Any]]:
-        what = self._what
-        request = Request(what=what, method="GET", url=self._url, rule=_FILE, headers=headers)
-        try:
-            with self._transport.send(request) as response:
-                yield request, response
-        except RemoteRefused as error:
-            if error.status == HTTPStatus.NOT_FOUND:
-                raise SourceNotFound(
-                    f"there is no file {what}", advice="check the address"
-                ) from None
-            if error.status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                raise
-            advice = "download the file with a program that can log in, and create from the file"
-            raise RemoteRefused(error.message, advice=advice, status=error.status) from None
-
-    def abort(self) -> None:
-        """End the requests of other threads."""
-        self._transport.abort()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._transport.close()
-
-
-def _bare(etag: str) -> str:
-    """Return an ETag without quotes, which the lists of Azure do not have."""
-    return etag.strip('"')
-
-
-def _version_in(response: Any) -> str:
-    """Return what identifies the version of a file: its ETag, or when it was changed."""
-    etag = str(response.headers.get("etag", ""))
-    is_strong = etag and not etag.startswith("W/")
-    return etag if is_strong else str(response.headers.get("last-modified", ""))
-
-
 def _parsed(sha256: str) -> Digest:
     try:
         return Digest.parse(f"sha256:{sha256.lower().removeprefix('sha256:')}")
@@ -349,7 +156,3 @@ def _parsed(sha256: str) -> Digest:
         raise UsageError(
             f"not a SHA-256: {quote(sha256)}; expected 64 hexadecimal digits"
         ) from None
-
-
-def _changed(what: str) -> DamagedSource:
-    return DamagedSource(f"{what} changed while it was downloaded; run the same command again")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions, TensorSource
     from blobstore.sources.fetched_tree import Downloads
-    from blobstore.sources.meta.reading import Shard
+    from blobstore.sources.meta.reordered_rows import Shard
 
 
 def open_source(

@@ -22,8 +22,8 @@ import torch
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.planning.plan import QuantizeOptions
-from blobstore.quantization import numpy as reference
-from blobstore.quantization import torch as torch_engine
+from blobstore.quantization import dequantize_torch as torch_engine
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.numpy import BF16, as_bytes
 from tests.benchmarks import common

@@ -21,8 +21,8 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.planning.plan import QuantizeOptions
-from blobstore.quantization import numpy as reference
-from blobstore.quantization import torch as engine
+from blobstore.quantization import dequantize_torch as engine
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS, Float8Layout
 from blobstore.quantization.fp8 import TYPES, decode_stack
 from blobstore.safetensors import safe_open
@@ -143,7 +143,7 @@ def unit_tests(lane: Lane) -> None:
     names = [
         *("safetensors/test_cuda.py", "models/test_device.py", "models/test_frameworks.py"),
         *("safetensors/test_copies.py", "models/test_prefetch.py"),
-        *("quantization/test_torch.py", "integrations/vllm/test_loader.py"),
+        *("quantization/test_dequantize_torch.py", "integrations/vllm/test_loader.py"),
     ]
     files = [f"tests/unit/{name}" for name in names]
     base = f"--basetemp={lane.folder / 'pytest'}"

@@ -10,7 +10,7 @@ import numpy as np
 from blobstore.compression.quant_rule import to_float32
 from blobstore.core.tensor import DType
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.numpy import quantize
+from blobstore.quantization.quantize_numpy import quantize
 from tests.support.models import blob
 
 Array = np.ndarray[Any, Any]

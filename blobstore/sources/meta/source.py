@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.meta.layout import Joined
-    from blobstore.sources.meta.reading import Shard
+    from blobstore.sources.meta.reordered_rows import Shard
 
 _SHARD = re.compile(r"consolidated\.[0-9]+\.pth", re.ASCII)
 _CONFIG = "config.json"
@@ -103,7 +103,7 @@ class MetaFolder:
         """See :class:`TensorSource`."""
         if self._joined is None:
             return self._shards[0].read(name, buffer)
-        from blobstore.sources.meta.reading import read_joined
+        from blobstore.sources.meta.reordered_rows import read_joined
 
         return read_joined(self._shards, self._paths, self._joined[name], buffer)
 

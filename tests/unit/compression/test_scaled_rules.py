@@ -24,7 +24,7 @@ from blobstore.compression.spans import Span
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.numpy import quantize
+from blobstore.quantization.quantize_numpy import quantize
 from tests.readers.scaled import read_affine, read_float8
 from tests.support.cold import cold, decoded, weights
 from tests.support.ladders import Array, source

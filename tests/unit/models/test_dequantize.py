@@ -14,7 +14,7 @@ from blobstore.models import dequantize as unpacking
 from blobstore.models.dequantize import plain_pieces
 from blobstore.models.tensors import StoredTensor, read_tensors
 from blobstore.planning.plan import QuantizeOptions
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder

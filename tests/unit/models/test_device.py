@@ -25,7 +25,7 @@ from blobstore.models.device import _Ring, transfer
 from blobstore.models.header_index import TensorLocation
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.planning.plan import QuantizeOptions
-from blobstore.quantization import torch as torch_quantization
+from blobstore.quantization import dequantize_torch as torch_quantization
 from blobstore.safetensors.cuda import TorchDeviceStream
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path

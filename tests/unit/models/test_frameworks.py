@@ -40,14 +40,14 @@ def test_every_framework_has_functions_of_its_own() -> None:
         "blobstore.safetensors.numpy",
         "blobstore.safetensors.torch",
     ]
-    assert dequantizer("numpy").__module__ == "blobstore.quantization.numpy"
-    assert dequantizer("torch").__module__ == "blobstore.quantization.torch"
+    assert dequantizer("numpy").__module__ == "blobstore.quantization.quantize_numpy"
+    assert dequantizer("torch").__module__ == "blobstore.quantization.dequantize_torch"
 
 
 def test_mlx_has_functions_of_its_own() -> None:
     pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     assert ArrayTarget.of("mlx", "cpu").convert.__module__ == "blobstore.safetensors.mlx"
-    assert dequantizer("mlx").__module__ == "blobstore.quantization.mlx"
+    assert dequantizer("mlx").__module__ == "blobstore.quantization.dequantize_mlx"
 
 
 def test_rejects_an_unknown_framework_or_device() -> None:

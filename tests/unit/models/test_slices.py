@@ -239,7 +239,7 @@ def test_slices_are_put_on_the_device(store: LocalStore) -> None:
 
 def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
     """Return a part of a packed weight, dequantized by the reference arithmetic."""
-    from blobstore.quantization import numpy as reference
+    from blobstore.quantization import quantize_numpy as reference
     from blobstore.quantization.formats import FORMATS
 
     item, (_, group_size) = FORMATS[tag], model.quantized[UP]

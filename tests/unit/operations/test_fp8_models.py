@@ -223,7 +223,7 @@ def test_a_slice_equals_the_slice_of_the_dequantized_weight(
         assert "is quantized in blocks of " in str(error)
         return
     assert set(parts) == {name, f"{name}_scale"}
-    from blobstore.quantization import numpy as reference
+    from blobstore.quantization import quantize_numpy as reference
 
     item, group_size = packed._weights.format(name)
     weight, scale = parts[name], parts[f"{name}_scale"]

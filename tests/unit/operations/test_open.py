@@ -51,7 +51,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.open import Verify
 from blobstore.planning.grouping import ExpertForm
 from blobstore.planning.plan import QuantizeOptions
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any

@@ -257,7 +257,7 @@ def test_all_frameworks_give_the_same_bits(
         assert tuple(found.shape) == shape
         assert as_numpy(framework, found, dtype).tobytes() == flat.tobytes()
         if framework == "torch":  # as on other devices than the CPU
-            from blobstore.quantization.torch import decode as decode_on_device
+            from blobstore.quantization.dequantize_torch import decode as decode_on_device
 
             found = decode_on_device(values, factors, item.float8, found.dtype)
             assert as_numpy(framework, found, dtype).tobytes() == flat.tobytes()

@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization import tensor_bytes
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.fp8 import decode

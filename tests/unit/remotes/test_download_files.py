@@ -17,7 +17,7 @@ from blobstore.http.retry import Patience
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient
 from blobstore.objects.store import ObjectStore
-from blobstore.remotes import download_files
+from blobstore.remotes import bucket_files, download_files, web_file
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support.google import running_google_storage
@@ -31,9 +31,9 @@ _PART = 512
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial, "PART", _PART)
-    monkeypatch.setattr(download_files, "_PIECE", 100)
+    monkeypatch.setattr(bucket_files, "_PIECE", 100)
     monkeypatch.setattr(download_files, "HEAD", 1)
-    monkeypatch.setattr(download_files, "_PATIENCE", Patience(first=0, attempts=3))
+    monkeypatch.setattr(web_file, "_PATIENCE", Patience(first=0, attempts=3))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def put(address: StoreAddress, folder: Path) -> None:
         client.put(path.name, path.read_bytes())
 
 
-class WebFile:
+class FileServer:
     """A server that has one file, and what it does wrong."""
 
     def __init__(self, data: bytes) -> None:
@@ -85,12 +85,12 @@ class WebFile:
 
 
 @pytest.fixture
-def file(data: bytes) -> WebFile:
-    return WebFile(data)
+def file(data: bytes) -> FileServer:
+    return FileServer(data)
 
 
 @pytest.fixture
-def url(file: WebFile) -> Iterator[str]:
+def url(file: FileServer) -> Iterator[str]:
     with RawServer(file) as server:
         yield f"http://{server.host}/folder/model.safetensors"
 
@@ -218,7 +218,7 @@ def test_an_object_that_changes_while_it_is_read_is_not_imported(
 
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_the_file_of_a_url_is_imported_and_its_query_is_kept_nowhere(
-    file: WebFile, url: str, folder: Path, store: LocalStore, has_ranges: bool
+    file: FileServer, url: str, folder: Path, store: LocalStore, has_ranges: bool
 ) -> None:
     file.has_ranges = has_ranges
     blobstore.create(f"{url}?signature=secret", "web", store=store)
@@ -234,7 +234,7 @@ def test_the_file_of_a_url_is_imported_and_its_query_is_kept_nowhere(
 
 
 def test_the_parts_of_a_file_are_fetched_by_ranges_and_each_byte_once(
-    file: WebFile, url: str, data: bytes, store: LocalStore
+    file: FileServer, url: str, data: bytes, store: LocalStore
 ) -> None:
     blobstore.create(url, "web", store=store)
     parts = sorted(file.asked, key=lambda part: part.start)
@@ -243,7 +243,7 @@ def test_the_parts_of_a_file_are_fetched_by_ranges_and_each_byte_once(
 
 
 def test_a_lost_connection_is_resumed_at_the_next_byte(
-    file: WebFile, url: str, data: bytes, store: LocalStore
+    file: FileServer, url: str, data: bytes, store: LocalStore
 ) -> None:
     lost = {0, _PART}
 
@@ -258,7 +258,7 @@ def test_a_lost_connection_is_resumed_at_the_next_byte(
 
 
 def test_a_download_that_was_stopped_is_continued_by_the_same_command(
-    file: WebFile, url: str, data: bytes, store: LocalStore
+    file: FileServer, url: str, data: bytes, store: LocalStore
 ) -> None:
     last = (len(data) - 1) // _PART * _PART
     file.lost = lambda begin: begin >= last
@@ -273,7 +273,7 @@ def test_a_download_that_was_stopped_is_continued_by_the_same_command(
 
 @pytest.mark.parametrize("change", ["etag", "size"])
 def test_a_file_that_changes_between_two_parts_is_not_imported(
-    file: WebFile, url: str, store: LocalStore, change: str
+    file: FileServer, url: str, store: LocalStore, change: str
 ) -> None:
     def change_file(begin: int) -> bool:
         if change == "etag":
@@ -289,7 +289,7 @@ def test_a_file_that_changes_between_two_parts_is_not_imported(
 
 
 def test_nothing_of_a_file_without_a_version_is_used_by_a_later_download(
-    file: WebFile, url: str, data: bytes, store: LocalStore
+    file: FileServer, url: str, data: bytes, store: LocalStore
 ) -> None:
     file.etag, file.lost = None, lambda begin: begin > 0
     with pytest.raises(RemoteError):
@@ -344,7 +344,7 @@ def test_what_a_server_refuses_or_lacks_is_said_with_what_to_do(
     ],
 )
 def test_what_is_not_the_file_is_named_and_not_kept(
-    file: WebFile,
+    file: FileServer,
     url: str,
     object_address: StoreAddress,
     store: LocalStore,
@@ -362,7 +362,7 @@ def test_what_is_not_the_file_is_named_and_not_kept(
 
 
 def test_a_damaged_file_is_called_by_its_address(
-    file: WebFile, url: str, data: bytes, store: LocalStore
+    file: FileServer, url: str, data: bytes, store: LocalStore
 ) -> None:
     file.data = data[:-1]
     with pytest.raises(DamagedSource, match=rf"'{re.escape(url)}'") as caught:
@@ -382,7 +382,7 @@ def test_a_small_file_of_a_folder_that_is_a_pointer_is_an_error(
 
 
 def test_the_ending_of_a_url_may_have_capitals(data: bytes, store: LocalStore) -> None:
-    file = WebFile(data)
+    file = FileServer(data)
 
     def answer(request: Received) -> Answer:
         return file(replace(request, path="/folder/model.safetensors"))
@@ -393,7 +393,7 @@ def test_the_ending_of_a_url_may_have_capitals(data: bytes, store: LocalStore) -
 
 
 def test_space_is_checked_before_the_weights_are_fetched(
-    file: WebFile, url: str, data: bytes, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    file: FileServer, url: str, data: bytes, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStore, "free_space", lambda _: 2 * len(data) - 1)
     with pytest.raises(StoreError, match=r"not enough space .* are needed, and .* are free"):

@@ -19,7 +19,7 @@ from blobstore.errors import InvalidManifest, InvalidReference
 from blobstore.manifests.layers_digest import check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.metadata import parse_quant_metadata
 from blobstore.safetensors.header import PREFIX_SIZE, encode_header, parse_header

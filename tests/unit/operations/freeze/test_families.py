@@ -14,7 +14,7 @@ from blobstore.core.tensor import DType
 from blobstore.gguf.dequantize import dequantize
 from blobstore.gguf.quantize import quantize
 from blobstore.gguf.types import TYPES
-from blobstore.quantization import numpy as quantization
+from blobstore.quantization import quantize_numpy as quantization
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from blobstore.cold_blobs.chains import Chains, Fit, choose_chains
+from blobstore.cold_blobs.delta_chains import Chains, Fit, choose_chains
 from blobstore.compression.delta import MAX_WRITTEN_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blobstore.errors import DamagedSource
-from blobstore.sources.meta import reading as meta_bytes
+from blobstore.sources.meta import reordered_rows as meta_bytes
 from tests.support.meta_models import (
     PARAMS,
     Maker,

@@ -1,6 +1,6 @@
 """Dequantizes packed weights to MLX arrays, on any device.
 
-MLX can quantize too, but :mod:`blobstore.quantization.numpy` produces the same bytes faster.
+MLX can quantize too, but :mod:`blobstore.quantization.quantize_numpy` produces the same bytes faster.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def dequantize(
     dtype: str,
     global_scale: float | None = None,
 ) -> torch.Tensor:
-    """Return packed values as :func:`blobstore.quantization.numpy.dequantize` does.
+    """Return packed values as :func:`blobstore.quantization.quantize_numpy.dequantize` does.
 
     Args:
         weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from blobstore.quantization import numpy as reference
-from blobstore.quantization import torch as engine
+from blobstore.quantization import dequantize_torch as engine
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.numpy import BF16
-from tests.unit.quantization.test_numpy import (
+from tests.unit.quantization.test_quantize_numpy import (
     FLOATS,
     SYMMETRIC,
     any_packed,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
-from tests.unit.quantization.test_numpy import (
+from tests.unit.quantization.test_quantize_numpy import (
     FLOATS,
     SYMMETRIC,
     Array,
@@ -22,7 +22,7 @@ from tests.unit.quantization.test_numpy import (
 )
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
-engine = import_module("blobstore.quantization.mlx")
+engine = import_module("blobstore.quantization.dequantize_mlx")
 
 
 def dequantized(packed: Iterable[Array | None], *options: Any) -> Array:

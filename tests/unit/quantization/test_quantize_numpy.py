@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.quantization import numpy as reference
+from blobstore.quantization import quantize_numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.numpy import BF16, as_array
 from tests.support.pack_quantized import packed_weight
