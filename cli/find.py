@@ -32,8 +32,12 @@ def command(what: str, store: LocalStore, out: Output) -> None:
     from blobstore.store.name_patterns import is_pattern
 
     rows = output.GrowingTable("MODEL", "KIND", "NAME", "SIZE", "DIGEST", right=(3,))
+    document = output.GrowingJson("places")
 
     def add(places: Sequence[FoundPlace]) -> None:
+        if out.is_json:
+            document.add(output.records(places, "model=reference kind name bytes=size digest"))
+            return
         rows.add(
             (
                 render.cell(place.reference),
@@ -45,13 +49,13 @@ def command(what: str, store: LocalStore, out: Output) -> None:
             for place in places
         )
 
-    found = find_content(what, store=store, on_found=(lambda _: None) if out.is_json else add)
+    found = find_content(what, store=store, on_found=add)
     if not (found.places or found.errors):
         advice = "" if is_pattern(what) else arguments.glob_advice(what, found.near)
         raise NotFound(
             f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
         )
+    if out.is_json:
+        document.end({"errors": found.errors})
     rows.print()
-    places = output.records(found.places, "model=reference kind name bytes=size digest")
-    out.result({"places": places, "errors": found.errors}, "")
     output.exit_with(found.errors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -14,7 +15,7 @@ from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobstoreError, Damaged, InvalidReference, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.core.digest import Digest
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 Order = Literal["name", "size", "shared", "frozen", "modified"]
 _ORDERS = get_args(Order)
+_SIZES = ("SIZE", "SHARED", "FROZEN")
+_UNREADABLE = "UNREADABLE"
 
 _FIELDS = (
     "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified "
@@ -63,9 +66,10 @@ def command(
     of them. Not every registry lists its repositories. If it is a store in object storage, such as
     s3://bucket/prefix, its models are listed. SHARED is then the part that others of the list use.
 
-    SHARED is the part that other names use too, so removing a name frees at most the rest. If each PATTERN
-    is a name, it is shown only with --verbose or --sort shared, because all models are read for it. FROZEN
-    is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
+    SHARED is the part that other names use too, so removing a name frees at most the rest. All models are
+    read for it. So if each PATTERN is a name, or the store has 10,000 names or more, it is shown only with
+    --verbose or --sort shared. Without it, models are printed while others are read, unless --sort needs
+    all. FROZEN is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
     that cannot be read is listed with its error, and a name whose manifest is lost is reported; the
     exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code is
@@ -82,57 +86,129 @@ def command(
         _show_remote(store, patterns, plain_http, order, limit, out)
         return
     unreadable: list[BlobstoreError] = []
-    repositories = _repositories(patterns)
+    chosen = _Chosen(store, patterns)
+    named = _repositories(patterns)
     # If models are named, the others need not be read. `du` and `info` say what such a model shares.
-    has_shared = not repositories or out.is_json or output.is_verbose() or order == "shared"
-    models: Sequence[ListedModel] = choose_models(
+    found = choose_models(
         store,
-        lambda reference, digest: _is_chosen(reference, digest, patterns),
-        repositories=repositories,
-        read_shared=has_shared,
+        chosen,
+        repositories=named,
+        read_shared=output.is_verbose() or order == "shared" or (out.is_json and bool(named)),
         read_sources=out.is_json,
         read_signatures=out.is_json or output.is_verbose(),
         read_metrics=out.is_json or order not in _ORDERS,
         on_error=unreadable.append,
     )
-    lost = _lost(store, patterns, unreadable.append)
-    _check_found(store, [*models, *lost], patterns, unreadable)
-    missing = [f"{entry.error}; 'blobstore repair' restores it" for entry in lost]
-    metric = ""
+    models, metric = found.models, ""
     if order not in _ORDERS:
         metric = order.removeprefix("-")
-        models = _by_metric(models, metric, is_reverse=order.startswith("-"))
+        models = _by_metric([*models], metric, is_reverse=order.startswith("-"))
     elif order != "name":
-        models = sorted(models, key=attrgetter(order), reverse=True)
-    models, notes = _first(models, limit)
-    out.result(
-        lambda: _as_json(models, [*unreadable, *missing]),
-        _as_table(models, metric, has_shared=has_shared) if models else "",
-        names=[model.reference for model in models],
-        notes=(*arguments.store_notes(store), *notes),
-    )
-    errors = [listed.error for listed in models if listed.error is not None]
+        models = iter(sorted(models, key=attrgetter(order), reverse=True))
+    notes = arguments.store_notes(store)
+    first = list(islice(models, min(output.BATCH, limit or output.BATCH)))
+    more = list(islice(models, 1))
+    lost, absent = ([], None) if more else chosen.ended(unreadable)
+    if absent is not None:
+        raise absent
+    models = chain(more, models)
+    rest = islice(models, None if limit is None else limit - len(first))
+    errors: list[object] = []
+    add, end = _printer(store, out, first, metric, has_shared=found.has_shared, is_all=not more)
+    for batch in chain([first], output.batches(rest)):
+        add(batch)
+        errors += [listed.error for listed in batch if listed.error is not None]
+    if next(models, None) is not None:
+        notes.append(f"there are more models than the {limit:,} listed")
+    elif more:
+        lost, absent = chosen.ended(unreadable)
     exit_code = Damaged.exit_code if errors or lost else StoreError.exit_code
+    if absent is not None:
+        errors, exit_code = [*errors, absent], exit_code if errors or lost else absent.exit_code
+    missing = [f"{entry.error}; 'blobstore repair' restores it" for entry in lost]
+    end([*unreadable, *missing])
+    output.show_note(*([] if out.is_json else notes))
     output.exit_with((*errors, *missing, *unreadable), exit_code)
 
 
-def _lost(
-    store: LocalStore, patterns: Sequence[str], on_error: Callable[[BlobstoreError], object]
-) -> list[CatalogEntry]:
-    """Return the names whose manifests are lost. If patterns are names, the errors of absent ones say it."""
-    from blobstore.store.catalog import lost_entry
+class _Chosen:
+    """The models that the patterns match; all without patterns."""
 
-    if _repositories(patterns):
-        return []
-    with contextlib.suppress(BlobstoreError, OSError):  # some readers may not read all folders
-        lost = map(lost_entry, store.names.published.lost(on_error=on_error))
-        return [it for it in lost if _is_chosen(it.reference, None, patterns)]
-    return []
+    def __init__(self, store: LocalStore, patterns: Sequence[str]) -> None:
+        self._store = store
+        self._patterns = patterns
+        self._absent = dict.fromkeys(patterns)
+
+    def __call__(self, reference: Reference, digest: Digest | None) -> bool:
+        """Return whether a pattern matches a model."""
+        found = [one for one in self._patterns if _matches(reference, digest, one)]
+        for one in found:
+            self._absent.pop(one, None)
+        return bool(found) or not self._patterns
+
+    def ended(
+        self, unreadable: list[BlobstoreError]
+    ) -> tuple[list[CatalogEntry], BlobstoreError | None]:
+        """Return the names whose manifests are lost, and the error of a pattern that matches no model.
+
+        If patterns are names, the errors of absent ones say that a manifest is lost.
+        """
+        from blobstore.store.catalog import lost_entry
+
+        lost: list[CatalogEntry] = []
+        if not _repositories(self._patterns):
+            # Some readers may not read all folders.
+            with contextlib.suppress(BlobstoreError, OSError):
+                names = self._store.names.published.lost(on_error=unreadable.append)
+                lost = [lost_entry(name) for name in names if self(name, None)]
+        for pattern in self._absent:
+            error = ModelNotFound(
+                f"no model matches {quote(pattern)}",
+                advice=arguments.address_advice(pattern)
+                or arguments.shown_path_advice(pattern)
+                or _similar(pattern, self._store),
+            )
+            return lost, unreadable[0] if unreadable else error  # which may have it
+        return lost, None
+
+
+def _printer(
+    store: LocalStore,
+    out: Output,
+    first: Sequence[ListedModel],
+    metric: str,
+    *,
+    has_shared: bool,
+    is_all: bool,
+) -> tuple[Callable[[Sequence[ListedModel]], object], Callable[[Sequence[object]], object]]:
+    """Return what prints some models, and what prints that others could not be read."""
+    if out.is_json:
+        document = output.GrowingJson("models")
+        return (
+            lambda models: document.add(_as_json(models, has_shared=has_shared)),
+            lambda unreadable: document.end({"unreadable": list(map(str, unreadable))}),
+        )
+    if output.is_quiet():
+        return (
+            lambda models: output.show("\n".join(render.cell(one.reference) for one in models)),
+            lambda _: None,
+        )
+    columns = _columns(store, first, metric, has_shared=has_shared, is_all=is_all)
+    sizes = [number for number, name in enumerate(columns) if name in _SIZES]
+    table = output.GrowingTable(
+        *columns, right=sizes, is_alarming=lambda row: row[1] == _UNREADABLE
+    )
+
+    def add(models: Sequence[ListedModel]) -> None:
+        table.add(tuple(cell(model) for cell in columns.values()) for model in models)
+        table.print()
+
+    return add, lambda _: None
 
 
 def _by_metric(
     models: Sequence[ListedModel], metric: str, *, is_reverse: bool
-) -> Sequence[ListedModel]:
+) -> Iterator[ListedModel]:
     """Return models in the order of a metric; those without it come last. Raises UsageError."""
     found = [model for model in models if metric in model.metrics]
     if not found:
@@ -142,7 +218,7 @@ def _by_metric(
             f"{', '.join(_ORDERS)}"
         )
     found.sort(key=lambda model: model.metrics[metric], reverse=is_reverse)
-    return [*found, *(model for model in models if metric not in model.metrics)]
+    return chain(found, (model for model in models if metric not in model.metrics))
 
 
 def _listed(metrics: Sequence[str]) -> str:
@@ -237,38 +313,17 @@ def _remote_table(models: Sequence[tuple[RemoteEntry, int]]) -> str:
     return render.table(headings, rows, right=(2, 3), alarming=broken)
 
 
-def _as_json(models: Sequence[ListedModel], unreadable: Sequence[object]) -> dict[str, Any]:
+def _as_json(models: Sequence[ListedModel], *, has_shared: bool) -> list[dict[str, Any]]:
     shown = output.records(models, _FIELDS)
     for listed, model in zip(models, shown, strict=True):
         model["signatures"] = output.records(listed.signatures, SIGNATURE_FIELDS)
         if model["error"]:
             model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+        elif not has_shared:
+            model["shared_bytes"] = None
         if model["source"]:
             model["source"] = output.record(model["source"], "kind repository commit options")
-    return {"models": shown, "unreadable": list(map(str, unreadable))}
-
-
-def _check_found(
-    store: LocalStore,
-    models: Sequence[ListedModel | CatalogEntry],
-    patterns: Sequence[str],
-    unreadable: Sequence[BlobstoreError],
-) -> None:
-    """Check that each pattern matches one of the models."""
-    for pattern in patterns:
-        if not any(_matches(model.reference, model.digest, pattern) for model in models):
-            if unreadable:  # which may have it
-                raise unreadable[0]
-            raise ModelNotFound(
-                f"no model matches {quote(pattern)}",
-                advice=arguments.address_advice(pattern)
-                or arguments.shown_path_advice(pattern)
-                or _similar(pattern, store),
-            )
-
-
-def _is_chosen(reference: Reference, digest: Digest | None, patterns: Sequence[str]) -> bool:
-    return not patterns or any(_matches(reference, digest, one) for one in patterns)
+    return shown
 
 
 def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:
@@ -292,39 +347,44 @@ def _similar(pattern: str, store: LocalStore) -> str:
     return ""
 
 
-def _as_table(models: Sequence[ListedModel], metric: str, *, has_shared: bool) -> str:
-    sizes = {"SIZE": "size"}
-    if has_shared:
-        sizes["SHARED"] = "shared"
-    if any(model.frozen for model in models):
-        sizes["FROZEN"] = "frozen"
+def _columns(
+    store: LocalStore,
+    first: Sequence[ListedModel],
+    metric: str,
+    *,
+    has_shared: bool,
+    is_all: bool,
+) -> dict[str, Callable[[ListedModel], str]]:
+    """Return the headings of the table, and what is in their columns.
+
+    If the first models are not all, later ones may need each column.
+    """
     from blobstore.operations.sign.report import describe_signers
 
-    has_published = any(model.published_scheme for model in models)
-    has_store = any(model.store for model in models)
-    more = [render.cell(metric.upper())] if metric else []
-    more += ["STORE"] * has_store
-    more += ["QUANTIZATION"] * has_published + ["SIGNED BY"] * output.is_verbose()
-    rows = [
-        (
-            render.cell(model.reference),
-            model.digest.short if model.digest else "UNREADABLE",
-            *(
-                "-" if model.error else render.human_bytes(getattr(model, key))
-                for key in sizes.values()
-            ),
-            render.human_age(model.modified),
-            *([_metric_of(model, metric)] if metric else []),
-            *(["shared" if model.store else "own"] * has_store),
-            *([render.published(model.published_scheme)] if has_published else []),
-            *([render.cell(describe_signers(model.signatures)) or "-"] * output.is_verbose()),
+    def size(key: str) -> Callable[[ListedModel], str]:
+        return lambda it: "-" if it.error else render.human_bytes(getattr(it, key))
+
+    def needs(key: str) -> bool:
+        return not is_all or any(getattr(model, key) for model in first)
+
+    columns: dict[str, Callable[[ListedModel], str]] = {
+        "NAME": lambda it: render.cell(it.reference),
+        "ID": lambda it: it.digest.short if it.digest else _UNREADABLE,
+        "SIZE": size("size"),
+    }
+    if has_shared:
+        columns["SHARED"] = size("shared")
+    if needs("frozen") and (store.frozen() or store.shared is not None):
+        columns["FROZEN"] = size("frozen")
+    columns["MODIFIED"] = lambda it: render.human_age(it.modified)
+    if metric:
+        columns[render.cell(metric.upper())] = lambda it: (
+            render.metric(it.metrics[metric]) if metric in it.metrics else "-"
         )
-        for model in models
-    ]
-    broken = [row for row, model in enumerate(models) if model.error]
-    headings = ("NAME", "ID", *sizes, "MODIFIED", *more)
-    return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)
-
-
-def _metric_of(model: ListedModel, metric: str) -> str:
-    return render.metric(model.metrics[metric]) if metric in model.metrics else "-"
+    if store.shared is not None and needs("store"):
+        columns["STORE"] = lambda it: "shared" if it.store else "own"
+    if needs("published_scheme"):
+        columns["QUANTIZATION"] = lambda it: render.published(it.published_scheme)
+    if output.is_verbose():
+        columns["SIGNED BY"] = lambda it: render.cell(describe_signers(it.signatures)) or "-"
+    return columns

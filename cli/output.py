@@ -15,7 +15,7 @@ import stat
 import sys
 import time
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
     Data: TypeAlias = Mapping[str, Any] | Sequence[Any]
 
+_Item = TypeVar("_Item")
 _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
 _ROWS_WAIT = 1.0
 """Seconds that rows may wait for others, with which they are aligned."""
+BATCH: Final = 1000
+"""So many rows or more are printed at once."""
 SIGNATURE_FIELDS = "kind state signer key signed_as message created"
 """The fields of a signature, for :func:`records`."""
 _ARGUMENT = re.compile(
@@ -94,12 +97,57 @@ class Output:
             show(text)
 
 
+def batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Yield items in lists, so that none waits long for others and few lists are printed."""
+    batch: list[_Item] = []
+    begin = time.monotonic()
+    for item in items:
+        batch.append(item)
+        if len(batch) == BATCH or time.monotonic() - begin >= _ROWS_WAIT:
+            yield batch
+            batch, begin = [], time.monotonic()
+    if batch:
+        yield batch
+
+
+class GrowingJson:
+    """A JSON document that begins with a list, which is printed while its items are found."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._comma = "," if is_terminal() else ", "
+        self._has_items = False
+
+    def add(self, items: Sequence[object]) -> None:
+        """Print items. Raises as :func:`show`."""
+        if items:
+            text = _json({self._key: items})
+            begin, end = text.index("[") + 1, text.rindex("]")
+            start = self._comma if self._has_items else text[:begin]
+            self._has_items = True
+            _print(start + text[begin:end].rstrip())
+
+    def end(self, rest: Mapping[str, Any]) -> None:
+        """Print the rest of the document. Raises as :func:`show`."""
+        if not self._has_items:
+            show_json({self._key: [], **rest})
+            return
+        end = "\n  ]" if is_terminal() else "]"
+        _print(f"{end}{self._comma}{_json(rest)[1:]}\n")
+
+
 class GrowingTable:
     """A table that is printed while its rows are found. A column gets wider from the first row on that needs it."""
 
-    def __init__(self, *headings: str, right: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        *headings: str,
+        right: Collection[int] = (),
+        is_alarming: Callable[[tuple[str, ...]], bool] = lambda _: False,
+    ) -> None:
         self._headings = headings
         self._right = right
+        self._is_alarming = is_alarming
         self._rows: list[tuple[str, ...]] = []
         self._longest: list[tuple[str, ...]] = []
         """None or one row, of the longest cells so far."""
@@ -108,16 +156,19 @@ class GrowingTable:
     def add(self, rows: Iterable[tuple[str, ...]]) -> None:
         """Add rows, and print those that have waited for others for a while. Raises as :func:`show`."""
         self._rows += rows
-        if self._rows and time.monotonic() - self._printed >= _ROWS_WAIT:
+        waited = time.monotonic() - self._printed
+        if len(self._rows) >= BATCH or (self._rows and waited >= _ROWS_WAIT):
             self.print()
 
     def print(self) -> None:
         """Print the rows that were not printed yet. Raises as :func:`show`."""
         if not self._rows:
             return
-        text = table(self._headings, [*self._longest, *self._rows], right=self._right)
+        rows = [*self._longest, *self._rows]
+        alarming = [number for number, row in enumerate(rows) if self._is_alarming(row)]
+        text = table(self._headings, rows, right=self._right, alarming=alarming)
         show("\n".join(text.split("\n")[2:]) if self._longest else text)
-        columns = zip(*self._longest, *self._rows, strict=True)
+        columns = zip(*rows, strict=True)
         self._longest = [tuple(max(column, key=len) for column in columns)]
         self._rows.clear()
         self._printed = time.monotonic()
@@ -130,8 +181,12 @@ def show(text: str) -> None:
         OutputClosed: the reader has closed standard output.
         BlobstoreError: standard output cannot be written, for example because a disk is full.
     """
+    _print(text if text.endswith("\n") or not text else f"{text}\n")
+
+
+def _print(text: str) -> None:
     with _output() as stream:
-        _write(stream, text if text.endswith("\n") or not text else f"{text}\n")
+        _write(stream, text)
 
 
 def show_bytes(data: bytes) -> None:
@@ -167,6 +222,10 @@ def show_json(value: Any) -> None:
 
     References, paths and errors become texts. Digests are tuples: :func:`record` converts them.
     """
+    show(_json(value))
+
+
+def _json(value: Any) -> str:
     from pathlib import PurePath
 
     from blobstore.manifests.reference import Reference
@@ -178,7 +237,7 @@ def show_json(value: Any) -> None:
             return str(item)
         raise TypeError(f"{type(item).__name__} has no JSON form")
 
-    show(json.dumps(value, indent=2 if is_terminal() else None, default=text_of))
+    return json.dumps(value, indent=2 if is_terminal() else None, default=text_of)
 
 
 def record(item: object, fields: str) -> dict[str, Any]:

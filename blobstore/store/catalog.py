@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
@@ -86,43 +87,53 @@ class Catalog:
         self._root = f"{store.folder('manifests')}/"
         self._found: dict[str, _Found] = {}
 
-    def read_all(self, on_error: Callable[[StoreError], object] | None) -> None:
-        """Read the manifests of all names. Raises StoreError."""
-        unknown: dict[str, FileVersion | None] = {}
+    def paths(self, on_error: Callable[[StoreError], object] | None) -> Iterator[str]:
+        """Yield the paths of the names of the store, sorted by name, as their folders are listed. Raises StoreError."""
         listings = self.references.listings
+        for parts, tags in self._store.repositories(on_error=on_error, listings=listings):
+            folder = "/".join(parts)
+            # Others are files of something else.
+            yield from filter(is_path, (f"{folder}/{tag}" for tag in tags))
+
+    def read_all(self, paths: Iterable[str]) -> None:
+        """Read the manifests of all names. Raises StoreError."""
         with gc_paused():  # it would look at what is found again and again
-            for parts, tags in self._store.repositories(on_error=on_error, listings=listings):
-                folder = "/".join(parts)
-                for tag in tags:
-                    path = f"{folder}/{tag}"
-                    if is_path(path):  # and not a file of something else
-                        self._look(path, unknown)
-            for path in reporting("manifests read", unknown):
-                self._read(path, unknown[path])
+            self._read(paths)
         versions = (one.version for one in self._found.values() if one.version is not None)
+        self.references.save(versions)
+
+    def each(self, paths: Iterable[str]) -> Iterator[CatalogEntry]:
+        """Yield the entries of all names, each read when it is asked for and then forgotten. Raises StoreError."""
+        versions: list[FileVersion] = []
+        for path in paths:
+            self._read([path])
+            if (found := self._found.pop(path, None)) is not None:
+                yield self._entry(path, found)
+                if found.version is not None:
+                    versions.append(found.version)
         self.references.save(versions)
 
     def read(self, references: Iterable[Reference]) -> None:
         """Read the manifests of some names. Those that do not exist have no entry."""
+        self._read("/".join(reference.parts) for reference in references)
+
+    def _read(self, paths: Iterable[str]) -> None:
+        """Read the manifests that are not known."""
         unknown: dict[str, FileVersion | None] = {}
-        for reference in references:
-            self._look("/".join(reference.parts), unknown)
-        for path, version in unknown.items():
-            self._read(path, version)
+        for path in paths:
+            try:
+                # Before the file is read: one that is replaced in between is read again next time.
+                version = FileVersion.of(self._root + path)
+            except StoreError:  # reading the manifest reports it
+                version = None
+            known = None if version is None else self.references.known(version)
+            self._found[path] = _Found(version, known)  # in the order of names
+            if known is None:
+                unknown[path] = version
+        for path in reporting("manifests read", unknown):
+            self._read_one(path, unknown[path])
 
-    def _look(self, path: str, unknown: dict[str, FileVersion | None]) -> None:
-        """Note what is known of a manifest, or that it is not known."""
-        try:
-            # Before the file is read: one that is replaced in between is read again next time.
-            version = FileVersion.of(self._root + path)
-        except StoreError:  # reading the manifest reports it
-            version = None
-        known = None if version is None else self.references.known(version)
-        self._found[path] = _Found(version, known)  # in the order of names
-        if known is None:
-            unknown[path] = version
-
-    def _read(self, path: str, version: FileVersion | None) -> None:
+    def _read_one(self, path: str, version: FileVersion | None) -> None:
         """Read a manifest, or forget one that is gone by now."""
         reference = Reference(*path.split("/"))
         known = None
@@ -149,17 +160,18 @@ class Catalog:
         return len(self._found)
 
     def __iter__(self) -> Iterator[CatalogEntry]:
-        return map(self._entry, self._found)
+        return starmap(self._entry, self._found.items())
 
     def of_repositories(self, repositories: Collection[Reference]) -> Iterator[CatalogEntry]:
         """Yield the entries of all tags of some repositories."""
         wanted = {"/".join(one.parts[:-1]) for one in repositories}
-        return (self._entry(path) for path in self._found if path.rpartition("/")[0] in wanted)
+        found = self._found.items()
+        return (self._entry(*one) for one in found if one[0].rpartition("/")[0] in wanted)
 
     def get(self, reference: Reference) -> CatalogEntry | None:
         """Return the entry of a name; None if the store has no such name."""
         path = "/".join(reference.parts)
-        return self._entry(path) if path in self._found else None
+        return self._entry(path, self._found[path]) if path in self._found else None
 
     def known(self) -> Iterator[KnownManifest]:
         """Yield what is known of each name whose manifest can be read, sorted by name."""
@@ -172,7 +184,7 @@ class Catalog:
 
     def unreadable(self) -> list[CatalogEntry]:
         """Return the entries with an error."""
-        return [self._entry(path) for path, one in self._found.items() if one.error is not None]
+        return [self._entry(*one) for one in self._found.items() if one[1].error is not None]
 
     def named(self, digest: Digest) -> list[Reference]:
         """Return the names of a manifest, sorted."""
@@ -183,9 +195,9 @@ class Catalog:
             if one.known is not None and one.known.row in rows
         ]
 
-    def _entry(self, path: str) -> CatalogEntry:
+    def _entry(self, path: str, found: _Found) -> CatalogEntry:
         reference = Reference(*path.split("/"))
-        version, known, error = self._found[path]
+        version, known, error = found
         seconds, rest = divmod(0 if version is None else version.modified, 10**9)
         return CatalogEntry(
             reference=reference,
@@ -207,7 +219,7 @@ def read_catalog(
         StoreError: the store is not a folder or cannot be read.
     """
     catalog = Catalog(store, store.known_references())
-    catalog.read_all(on_error)
+    catalog.read_all(catalog.paths(on_error))
     return catalog
 
 

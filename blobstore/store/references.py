@@ -183,13 +183,14 @@ class References:
         """Return the digest of a blob."""
         return Digest(self._digests[32 * number : 32 * number + 32].hex())
 
-    def starting_with(self, start: str) -> set[int]:
-        """Return the numbers of the blobs whose hex digests begin with a text."""
-        return {number for number, one in enumerate(self.hex_digests()) if one.startswith(start)}
+    def starting_with(self, start: str, begin: int = 0) -> set[int]:
+        """Return the numbers, from ``begin`` on, of the blobs whose hex digests begin with a text."""
+        digests = enumerate(self.hex_digests(begin), begin)
+        return {number for number, one in digests if one.startswith(start)}
 
-    def hex_digests(self) -> Iterator[str]:
+    def hex_digests(self, begin: int = 0) -> Iterator[str]:
         """Yield the hex digests of all blobs so far, by number."""
-        for place in range(0, len(self._digests), _BATCH):
+        for place in range(32 * begin, len(self._digests), _BATCH):
             yield from self._digests[place : place + _BATCH].hex("/", 32).split("/")
 
     def file_names(self) -> Iterator[str]:

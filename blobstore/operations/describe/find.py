@@ -9,7 +9,7 @@ from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.tensors import tensors_of
-from blobstore.store.catalog import read_catalog
+from blobstore.store.catalog import Catalog
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start, is_pattern
 
@@ -74,35 +74,50 @@ def find_content(
     search = _Search(store, text)
     errors: list[BlobstoreError] = []
     places: list[FoundPlace] = []
-    catalogs = [read_catalog(one) for one in (store, store.shared) if one is not None]
-    for catalog in catalogs:
-        errors += [entry.error for entry in catalog.unreadable() if entry.error is not None]
+    stores = [one for one in (store, store.shared) if one is not None]
+    catalogs = [Catalog(one, one.known_references()) for one in stores]
 
-    def look(found: Callable[[CatalogEntry, References], Iterable[FoundPlace]]) -> None:
+    def look(found: Callable[[CatalogEntry], Iterable[FoundPlace]]) -> None:
+        errors.clear()
         for catalog in catalogs:
-            for entry in catalog:
-                if catalog is catalogs[0] or catalogs[0].get(entry.reference) is None:
-                    places.extend(new := list(found(entry, catalog.references)))
+            for entry in catalog.each(catalog.paths(None)):
+                if entry.error is not None:
+                    errors.append(entry.error)
+                if catalog is catalogs[0] or not store.has_model(entry.reference):
+                    places.extend(new := list(found(entry)))
                     on_found(new)
 
     if start:
-        numbers = {one.references: one.references.starting_with(start) for one in catalogs}
-        look(lambda entry, references: _with_digest(entry, start, numbers[references]))
+        look(_DigestSearch(start).places)
     if not places:
-        look(lambda entry, _: search.places(entry, errors))
+        look(lambda entry: search.places(entry, errors))
     return FoundPlaces(tuple(places), tuple(errors), search.near)
 
 
-def _with_digest(entry: CatalogEntry, start: str, numbers: set[int]) -> Iterator[FoundPlace]:
-    if entry.digest is None or entry.known is None:
-        return
-    if entry.digest.hex.startswith(start):
-        size = sum(entry.blobs.values())
-        yield FoundPlace(entry.reference, "model", "", size, entry.digest)
-    manifest = None if numbers.isdisjoint(entry.known.blobs) else entry.manifest
-    for blob in () if manifest is None else (manifest.config, *manifest.layers):
-        if blob.digest.hex.startswith(start):
-            yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
+class _DigestSearch:
+    """Looks for a manifest or blob by the start of its digest."""
+
+    def __init__(self, start: str) -> None:
+        self._start = start
+        self._found: dict[References, tuple[int, set[int]]] = {}
+        """How many blobs were looked at, and the numbers of those that begin so."""
+
+    def places(self, entry: CatalogEntry) -> Iterator[FoundPlace]:
+        """Yield a model whose manifest begins so, and its blobs that do."""
+        if entry.digest is None or entry.known is None:
+            return
+        if entry.digest.hex.startswith(self._start):
+            size = sum(entry.blobs.values())
+            yield FoundPlace(entry.reference, "model", "", size, entry.digest)
+        references = entry.known.references
+        seen, numbers = self._found.get(references, (0, set()))
+        if seen < len(references):  # it has read a manifest
+            numbers |= references.starting_with(self._start, seen)
+            self._found[references] = len(references), numbers
+        manifest = None if numbers.isdisjoint(entry.known.blobs) else entry.manifest
+        for blob in () if manifest is None else (manifest.config, *manifest.layers):
+            if blob.digest.hex.startswith(self._start):
+                yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
 
 
 class _Search:

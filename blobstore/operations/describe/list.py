@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from array import array
 from dataclasses import dataclass, field, replace
+from heapq import merge
+from itertools import chain, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import BlobId
 from blobstore.errors import Damaged, StoreError
@@ -14,12 +16,12 @@ from blobstore.models import metrics
 from blobstore.models.published import scheme_in
 from blobstore.operations.sign.report import signatures_of
 from blobstore.operations.sign.require_trust import policy_keys
-from blobstore.store.catalog import read_catalog, read_some
+from blobstore.store.catalog import Catalog, read_some
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from blobstore.core.digest import Digest
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.sign.report import CheckedSignature
     from blobstore.store.catalog import CatalogEntry
+
+_MANY: Final = 10_000
+"""Of so many names or more, the first are described before the last are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +92,24 @@ def list_models(
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    store = LocalStore.of(store)
-    return choose_models(
-        store,
+    chosen = choose_models(
+        LocalStore.of(store),
+        read_shared=True,
         read_sources=read_sources,
         read_signatures=read_signatures,
         read_metrics=read_metrics,
         on_error=on_error,
     )
+    return tuple(chosen.models)
+
+
+class ChosenModels(NamedTuple):
+    """The result of :func:`choose_models`."""
+
+    models: Iterator[ListedModel]
+    """Sorted by name. Each is described when it is asked for."""
+    has_shared: bool
+    """Whether :attr:`ListedModel.shared` is known; otherwise it is 0."""
 
 
 def choose_models(
@@ -102,27 +117,36 @@ def choose_models(
     is_chosen: Callable[[Reference, Digest | None], bool] = lambda *_: True,
     *,
     repositories: Collection[Reference] = (),
-    read_shared: bool = True,
+    read_shared: bool,
     read_sources: bool,
     read_signatures: bool,
     read_metrics: bool,
     on_error: Callable[[StoreError], object] | None,
-) -> tuple[ListedModel, ...]:
+) -> ChosenModels:
     """Return those models that are chosen by name and digest, as :func:`list_models` does.
 
-    With ``repositories``, only those that are tags of them. Then no other model is read unless ``read_shared``, and
-    :attr:`ListedModel.shared` is 0.
+    What they share depends on all models, so these are read for it with ``read_shared``, and otherwise only if they
+    are few. With ``repositories``, only their tags are chosen, and then no other model is read without ``read_shared``.
     """
+    entries: Iterable[CatalogEntry]
     if repositories and not read_shared:
         names = {name for name in _tags(store, repositories, on_error) if is_chosen(name, None)}
-        catalog = read_some(store, sorted(names))
-        counts: Sequence[int] = (0,) * len(catalog.references)
+        entries = catalog = read_some(store, sorted(names))
     else:
-        catalog = read_catalog(store, on_error=on_error)
-        counts = Holdings(store, catalog).counts
+        catalog = Catalog(store, store.known_references())
+        paths = catalog.paths(on_error)
+        first = list(islice(paths, _MANY))
+        read_shared = read_shared or len(first) < _MANY
+        paths = chain(first, paths)
+        if read_shared:
+            catalog.read_all(paths)
+            entries = catalog.of_repositories(repositories) if repositories else catalog
+        else:
+            entries = catalog.each(paths)
     references = catalog.references
+    counts = Holdings(store, catalog).counts if read_shared else ()
     # Summed by number without a loop in Python: there may be millions of references.
-    sizes = zip(references.sizes, counts, strict=True)
+    sizes = zip(references.sizes, counts, strict=False)
     shared = array("Q", [size if count > 1 else 0 for size, count in sizes])
     frozen = store.frozen()
     keys = policy_keys(store) if read_signatures else ()
@@ -132,8 +156,8 @@ def choose_models(
         if known is None:
             return ListedModel(reference=reference, modified=modified, error=entry.error)
         numbers, digest, sizes = known.blobs, known.digest, known.sizes
-        of_others = list(map(shared.__getitem__, numbers))
-        if known.row in references.other_sizes:
+        of_others = list(map(shared.__getitem__, numbers)) if read_shared else []
+        if of_others and known.row in references.other_sizes:
             pairs = zip(numbers, sizes, strict=True)
             of_others = [size for number, size in pairs if counts[number] > 1]
         scheme = None
@@ -153,10 +177,10 @@ def choose_models(
             metrics=_metrics(store, entry) if read_metrics else {},
         )
 
-    entries = catalog.of_repositories(repositories) if repositories else catalog
     own = (listed(entry) for entry in entries if is_chosen(entry.reference, entry.digest))
     if store.shared is None:
-        return tuple(own)
+        return ChosenModels(own, has_shared=read_shared)
+    root = store.shared.root
     below = choose_models(
         store.shared,
         lambda reference, digest: not store.has_model(reference) and is_chosen(reference, digest),
@@ -167,8 +191,9 @@ def choose_models(
         read_metrics=read_metrics,
         on_error=on_error,
     )
-    marked = (replace(model, store=store.shared.root) for model in below)
-    return tuple(sorted([*own, *marked], key=attrgetter("reference")))
+    marked = (replace(model, store=root) for model in below.models)
+    models = merge(own, marked, key=attrgetter("reference"))
+    return ChosenModels(models, has_shared=read_shared and below.has_shared)
 
 
 def _tags(

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import blobstore
+import blobstore.operations.describe.list as listing
+from blobstore.cli import output
+from blobstore.store.catalog import Catalog
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
@@ -197,10 +201,80 @@ def test_lists_no_more_models_than_asked_for(stored: LocalStore, moe: Path) -> N
     run("cp", "moe", "zoe")
     result = run("list", "--sort", "size", "--limit", "2")
     assert len(result.stdout.splitlines()) == 3
-    assert result.stderr == "note: 2 of 3 models are listed\n"
+    assert result.stderr == "note: there are more models than the 2 listed\n"
     names = [model["name"] for model in run_json("list", "--limit", "2")["models"]]
     assert names == ["dense:latest", "moe:latest"]
     assert run("list", "--limit", "3").stderr == ""
+
+
+@pytest.fixture
+def many(stored: LocalStore, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A store of six models, where three are many and two are printed at once. Returns what is read and printed."""
+    for name in "abc":
+        run("cp", "dense", f"x/{name}")
+    run("cp", "dense", "x/longer-than-others")
+    run("cp", "dense", "z")
+    monkeypatch.setattr(listing, "_MANY", 3)
+    monkeypatch.setattr(output, "BATCH", 2)
+    events: list[object] = []
+    read, show = Catalog._read, output._print
+
+    def read_noted(catalog: Catalog, paths: Iterable[str]) -> None:
+        events.extend(paths := list(paths))
+        read(catalog, paths)
+
+    def show_noted(text: str) -> None:
+        events.append(None)
+        show(text)
+
+    monkeypatch.setattr(Catalog, "_read", read_noted)
+    monkeypatch.setattr(output, "_print", show_noted)
+    return events
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",), ("--json",)])
+def test_many_models_are_printed_while_others_are_read(
+    many: list[object], options: tuple[str, ...]
+) -> None:
+    run("list", *options)
+    printed = [number for number, event in enumerate(many) if event is None]
+    # One more is read, to know whether there are more.
+    assert printed[:3] == [3, 5, 8]
+    assert len(many) - many.count(None) == 6
+
+
+def test_a_limit_reads_no_more_models(many: list[object]) -> None:
+    result = run("list", "--limit", "1")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["NAME", "dense:latest"]
+    assert result.stderr == "note: there are more models than the 1 listed\n"
+    assert len(many) == 3
+
+
+def test_what_many_models_share_is_read_if_asked_for(many: list[object]) -> None:
+    rows = run("list").stdout.splitlines()
+    assert "SHARED" not in rows[0]
+    assert [row.split()[0] for row in rows[1:]] == [
+        "dense:latest",
+        "z:latest",
+        "x/a:latest",
+        "x/b:latest",
+        "x/c:latest",
+        "x/longer-than-others:latest",
+    ]
+    assert {one["shared_bytes"] for one in run_json("list")["models"]} == {None}
+    assert "SHARED" in run("list", "--verbose").stdout
+    shared = [one["shared_bytes"] for one in run_json("list", "--sort", "shared")["models"]]
+    assert shared == [run_json("list", "z")["models"][0]["bytes"]] * 6
+
+
+def test_a_pattern_that_matches_none_of_many_is_reported_after_the_others(
+    many: list[object],
+) -> None:
+    result = run("list", "x/*", "absent*", exit_code=3)
+    assert len(result.stdout.splitlines()) == 5
+    assert "no model matches 'absent*'" in result.stderr
+    assert len(run_json("list", "x/*", "absent*", exit_code=3)["models"]) == 4
+    assert run("list", "absent*", exit_code=3).stdout == ""
 
 
 @pytest.fixture

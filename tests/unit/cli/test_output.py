@@ -8,6 +8,7 @@ from typing import NamedTuple
 import click
 import pytest
 
+from blobstore.cli import output
 from blobstore.cli.output import VOLUME_KEYS, Output, exit_with, record
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
@@ -35,6 +36,24 @@ def test_a_result_in_json_is_one_document(capsys: pytest.CaptureFixture[str]) ->
     out.line("a model is done")
     out.result(lambda: {"path": Path("a"), "name": Reference.parse("b")}, "text", notes=["note"])
     assert capsys.readouterr() == ('{"path": "a", "name": "b:latest"}\n', "")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("groups", [[], [[]], [[{"a": [1]}, {"b": "]["}]], [[[]], [], [{}], [{}]]])
+def test_a_growing_document_is_the_same_as_one_of_all(
+    groups: list[list[object]],
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "is_terminal", lambda: is_terminal)
+    document = output.GrowingJson("items")
+    for group in groups:
+        document.add(group)
+    document.end({"errors": ["x"]})
+    growing = capsys.readouterr().out
+    output.show_json({"items": [one for group in groups for one in group], "errors": ["x"]})
+    assert growing == capsys.readouterr().out
 
 
 def test_only_the_form_that_is_printed_is_made(capsys: pytest.CaptureFixture[str]) -> None:

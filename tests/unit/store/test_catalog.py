@@ -11,7 +11,8 @@ from blobstore.errors import (
     StoreError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.store.catalog import read_catalog, read_entries
+from blobstore.store import references
+from blobstore.store.catalog import Catalog, read_catalog, read_entries
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 
@@ -63,3 +64,26 @@ def test_a_file_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
         read_entries(LocalStore(tmp_path / "file"), [A])
+
+
+def test_entries_are_read_one_by_one_and_kept_for_the_next_command(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
+    read: list[Reference] = []
+    read_manifest = store.read_manifest
+
+    def noted(name: Reference) -> bytes:
+        read.append(name)
+        return read_manifest(name)
+
+    monkeypatch.setattr(store, "read_manifest", noted)
+    for expected in ([A, B], []):
+        catalog = Catalog(store, store.known_references())
+        entries = catalog.each(catalog.paths(None))
+        assert next(entries).reference == A
+        assert read == expected[:1]
+        assert [one.reference for one in entries] == [B]
+        assert read == expected
+        assert len(catalog) == 0
+        read.clear()

@@ -348,7 +348,7 @@ def list_one(store: LocalStore) -> None:
         read_signatures=False,
         read_metrics=False,
         on_error=None,
-    )
+    ).models
     assert found.digest is not None
 
 

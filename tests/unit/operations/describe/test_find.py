@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import blobstore
 from blobstore.core.digest import BlobId
 from blobstore.errors import BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.describe.find import FoundPlace
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layers, put
@@ -99,6 +100,22 @@ def test_parses_only_manifests_that_have_a_blob(
     monkeypatch.setattr(store, "parse", noted)
     assert found(store, layers(store, "b")["z"].digest.hex[:16]) == [("b:latest", "blob", "z")]
     assert set(parsed) == {"b:latest"}
+
+
+@pytest.mark.parametrize("text", ["x", "digest"])
+def test_searches_a_model_before_the_next_is_read(store: LocalStore, text: str) -> None:
+    if text == "digest":
+        text = layers(store, "a")["x"].digest.hex[:16]
+    broken = store.manifest_path(Reference.parse("b"))
+    seen: list[str] = []
+
+    def add(places: Sequence[FoundPlace]) -> None:
+        seen.extend(str(place.reference) for place in places)
+        broken.write_bytes(b"{")
+
+    result = blobstore.find(text, store=store, on_found=add)
+    assert seen == ["a:latest"]
+    assert [type(error) for error in result.errors] == [InvalidManifest]
 
 
 def test_counts_what_has_the_text_in_its_name(store: LocalStore) -> None:
