@@ -66,21 +66,17 @@ def command(
     from blobstore.operations.maintenance.names import remove_models
 
     chosen = arguments.models(store, names, needs_name=True)
-    if keep_last is not None or older_than is not None:
-        from blobstore.operations.maintenance.retention import expired_models
-
-        expired = expired_models(chosen, keep_last=keep_last, older_than=older_than, store=store)
-        kept = len(chosen) - len(expired)
-        if kept:
-            out.line(f"keeps {render.count_of(kept, 'model')}")
-        if keep_last is not None and len({name.parts[:-1] for name in chosen}) == len(chosen) > 1:
-            output.show_note(
-                f"--keep-last counts the tags of each name, and each of these {len(chosen)} names has one; "
-                f"'blobstore mv' makes models tags of one name, such as run:{chosen[0].model}"
-            )
-        chosen = tuple(expired)
-    arguments.note_states(store, chosen)
-    removed = remove_models(chosen, store=store, dry_run=dry_run)
+    removed = remove_models(
+        chosen, keep_last=keep_last, older_than=older_than, store=store, dry_run=dry_run
+    )
+    if removed.kept:
+        out.line(f"keeps {render.count_of(removed.kept, 'model')}")
+    if keep_last is not None and len({name.parts[:-1] for name in chosen}) == len(chosen) > 1:
+        output.show_note(
+            f"--keep-last counts the tags of each name, and each of these {len(chosen)} names has one; "
+            f"'blobstore mv' makes models tags of one name, such as run:{chosen[0].model}"
+        )
+    arguments.note_states(store, [entry.reference for entry in removed.names])
     data = {
         "dry_run": dry_run,
         "removed": output.records(removed.names, "name=reference digest error"),

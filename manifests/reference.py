@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
@@ -30,8 +30,6 @@ _NUMBERS = re.compile("([0-9]+)")
 _DIGITS: Final = 80
 """The digits of the longest number in a model or tag."""
 _PATHS = ("/", "./", "../", "~")
-NOT_A_NAME: Final = "a glob is no name here; choose from the names that list shows"
-"""The advice of errors about globs, which only the command line takes."""
 _HOST_ALONE = re.compile(
     r"localhost|[A-Za-z0-9][\w-]*(?:(?:\.[\w-]+)+(?::\d{1,5})?|:\d{1,5})", re.ASCII
 )
@@ -117,20 +115,8 @@ class Reference:
             if not advice and name.startswith(_PATHS):
                 advice = "store= takes a store"
             elif not advice and not set("*?[").isdisjoint(name):
-                advice = NOT_A_NAME
+                advice = "a glob stands for several models, and one is needed here"
             raise InvalidReference(error.message, advice=advice) from None
-
-    @classmethod
-    def all_of(cls, names: Names) -> tuple[Reference, ...]:
-        """Return the references of ``names``, which are one name or several, each once.
-
-        Raises:
-            InvalidReference, UsageError: as :meth:`of`.
-        """
-        listed: Iterable[Any] = [names]
-        if isinstance(names, Iterable) and not isinstance(names, str | Mapping):
-            listed = names
-        return tuple(dict.fromkeys(map(cls.of, listed)))
 
     def __lt__(self, other: Reference) -> bool:
         pairs = zip(self.parts, other.parts, strict=True)

@@ -36,6 +36,7 @@ from blobstore.errors import (
 from blobstore.manifests.layers_digest import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference, similar_names
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -113,9 +114,8 @@ class ArchiveReader:
             ModelNotFound: the archive has no such name.
             ArchiveDamaged: a manifest was altered, or one of its blobs is missing.
         """
-        found = [
-            self.resolve(reference) for reference in Reference.all_of(references) or self._manifests
-        ]
+        names = named_models(self, references) or self._manifests
+        found = [self.resolve(name) for name in names]
         if len({model.reference for model in found}) == len(self._manifests):
             needed = set(self.needed(found))
             needed |= {base for number in needed for base in self.bases_of(number)}

@@ -17,7 +17,7 @@ from blobstore.core.synonyms import COMMANDS
 from blobstore.errors import InvalidCall, InvalidReference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 FUNCTIONS: Final = {
     "cat": "read_file",
@@ -66,13 +66,22 @@ _ATTRIBUTES: Final = {
 _FILTER: Final = "filter what it returns, for example with fnmatch"
 
 
-def no_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error of an attribute that an object does not have, with the one that may be meant."""
+def no_attribute(owner: object, name: str, functions: Collection[str] = ()) -> AttributeError:
+    """Return the error of an attribute that an object does not have, with the one that may be meant.
+
+    Those of a store may also be ``functions``, which take a store.
+    """
     public = [one for one in dir(owner) if not one.startswith("_")]
-    meant = [one for one in (_ATTRIBUTES.get(name),) if one in public]
-    advice = question(meant or most_like(name, public, 0.7)) if name[:1] != "_" else ""
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(f"{text}; {advice}" if advice else text, name=name, obj=owner)
+    if name.startswith("_"):
+        meant: Sequence[str] = ()
+    elif found := _function(name, functions):
+        meant = [f"blobstore.{found}(…, store=…)"]
+    else:
+        attribute = _ATTRIBUTES.get(name)
+        meant = [attribute] if attribute in public else most_like(name, public, 0.7)
+    advice = f"; {question(meant)}" if meant else ""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}{advice}"
+    return AttributeError(text, name=name, obj=owner)
 
 
 def checked_calls(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,14 +126,20 @@ def advice_on_name(name: str, public: Collection[str]) -> str:
     for error in (name, name.removesuffix("Error")):
         if error in vars(errors):
             return f"; {question([f'errors.{error}'])}"
-    stem = name.removesuffix("s").removesuffix("_model")
-    for guess in (name, stem):
-        found = _NAMES.get(guess) or COMMANDS.get(guess, guess)
-        found = FUNCTIONS.get(found, found)
-        if found.partition(".")[0].removesuffix("()") in (*public, "safetensors"):
-            return f"; {question([found])}"
+    if found := _function(name, (*public, "safetensors")):
+        return f"; {question([found])}"
     near = most_like(name, public, 0.7)
     return f"; {question(near)}" if near else ""
+
+
+def _function(name: str, public: Collection[str]) -> str:
+    """Return the public function that other libraries, or the command line, call ``name``; empty if none."""
+    for guess in (name, name.removesuffix("s").removesuffix("_model")):
+        found = _NAMES.get(guess) or COMMANDS.get(guess, guess)
+        found = FUNCTIONS.get(found, found)
+        if found.partition(".")[0].removesuffix("()") in public:
+            return found
+    return ""
 
 
 def _no_argument(name: str, word: str, parameters: Collection[str]) -> InvalidCall:

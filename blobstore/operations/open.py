@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.public_calls import no_attribute
 from blobstore.errors import Damaged, InvalidReference, UsageError
 from blobstore.gguf.file import is_gguf
 from blobstore.gguf.header import InvalidGguf
@@ -244,6 +246,11 @@ class LocalStore(local.LocalStore):
             BlobstoreError: as :func:`blobstore.open`.
         """
         return open_model(reference, store=self, framework=framework, **options)
+
+    if not TYPE_CHECKING:  # or no attribute would be wrong
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, functions=sys.modules["blobstore"].__all__)
 
 
 def _named(reference: str | Reference) -> Reference:

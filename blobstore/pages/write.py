@@ -15,7 +15,6 @@ from blobstore.core.files import write_file
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.targets import check_target
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
-from blobstore.manifests.reference import Reference
 from blobstore.pages.ancestry import find_delta_bases, find_parents
 from blobstore.pages.family_view import family_view
 from blobstore.pages.health_view import health_view
@@ -28,12 +27,13 @@ from blobstore.pages.text import shown
 from blobstore.pages.weight_statistics import measure_model
 from blobstore.store.catalog import read_entries
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.pages.weight_statistics import Measurement
 
 
@@ -76,8 +76,9 @@ def write_page(
         BlobstoreError: ``target`` is not a regular file, or cannot be written.
     """
     path = free_target(target)
-    chosen = Reference.all_of(references)
-    store = LocalStore.of(store).holder(*chosen)
+    store = LocalStore.of(store)
+    chosen = named_models(store, references)
+    store = store.holder(*chosen)
     data = page_data(store, chosen, measure=measure, jobs=jobs, progress=progress)
     size = write_page_file(path, render_page(page_title(data), data))
     return Page(path=path, size=size, models=data["store"]["totals"]["models"])

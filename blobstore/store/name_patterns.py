@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
@@ -12,8 +13,7 @@ from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests.reference import Reference, name_matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from blobstore.manifests.reference import Names
     from blobstore.store.protocols import ManifestResolver
 
 _ID = re.compile(r"(?:sha256:)?(?P<start>[0-9a-f]{4,64})", re.ASCII)
@@ -53,13 +53,36 @@ def select_references(
     found: dict[Reference, None] = {}
     for text in texts:
         if is_pattern(text):
-            matches = [name for name in reader.references() if name_matches(name, text)]
-            if not matches:
-                raise ModelNotFound(f"no model matches {quote(text)}")
+            matches = _matching(reader, text)
         else:
             matches = [_named(reader, text, needs_name=needs_name)]
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def named_models(reader: ManifestResolver, names: Names) -> tuple[Reference, ...]:
+    """Return the models of ``names``, which are one name or several, or globs such as ``team/*``, each once.
+
+    Raises:
+        InvalidReference, UsageError: as :meth:`Reference.of`.
+        ModelNotFound: a glob matches nothing.
+        StoreError: the names cannot be read.
+    """
+    listed: Iterable[Any] = [names]
+    if isinstance(names, Iterable) and not isinstance(names, str | Mapping):
+        listed = names
+    found: dict[Reference, None] = {}
+    for name in listed:
+        is_glob = isinstance(name, str) and is_pattern(name)
+        found.update(dict.fromkeys(_matching(reader, name) if is_glob else [Reference.of(name)]))
+    return tuple(found)
+
+
+def _matching(reader: ManifestResolver, glob: str) -> list[Reference]:
+    """Return the models that a glob matches. Raises ModelNotFound if there are none."""
+    if matches := [name for name in reader.references() if name_matches(name, glob)]:
+        return matches
+    raise ModelNotFound(f"no model matches {quote(glob)}")
 
 
 def _named(reader: ManifestResolver, text: str, *, needs_name: bool) -> Reference:

@@ -51,7 +51,7 @@ pull(remote, name, *, store, prefix, streams, limit_rate, jobs, force, cold, dry
 push(reference, remote, *, store, registry, cold, level, base, verify, dry_run, expected, streams, limit_rate, progress)
 push_version(reference, folder, *, receiver, base, store, jobs, progress)
 read_file(reference, name, *, store)
-remove(references, *, store, dry_run)
+remove(references, *, keep_last, older_than, store, dry_run)
 rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, strip_prefix, keep_names, skip_unreadable, keep, exclude, dry_run, plain_http, jobs, progress)
 restore(reference, ident, *, store)

@@ -43,8 +43,8 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
-from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.names import NewSignature
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from blobstore.archives.plan import PlannedMember
     from blobstore.archives.table import ArchivedModel
     from blobstore.core.progress import Progress
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +118,13 @@ def pack_models(
     started = time.monotonic()
     check_jobs(jobs)
     check_compression_level(level)
-    names = Reference.all_of(references)
+    store = LocalStore.to_read(store)
+    names = named_models(store, references)
     if not names:
         raise UsageError("name the models to be packed")
     check_case(names)
     target = local_path(path)
     check_new_file(target, force=force)
-    store = LocalStore.to_read(store)
     store.check_root()
     models = read_models(store, names)
     packed, notices = _signatures_of(store, models, wanted=signatures)

@@ -132,10 +132,9 @@ def unpack_archive(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    names = Reference.all_of(references)
     store = LocalStore.of(store)
     with open_archive(path) as archive:
-        models = archive.models(names)
+        models = archive.models(references)
         given_names = all_under(prefix, (model.reference for model in models))
         models = [
             model._replace(reference=name) for model, name in zip(models, given_names, strict=True)
@@ -197,9 +196,8 @@ def check_archive(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    names = Reference.all_of(references)
     with open_archive(path) as archive:
-        models = archive.models(names)
+        models = archive.models(references)
         for manifest in {Digest.of(model.data) for model in models}:
             deque(archive.signatures(manifest), maxlen=0)
         labels = label_blobs(models, archive)

@@ -18,11 +18,11 @@ from blobstore.core.files import allocated, status_of
 from blobstore.core.fork import cached_property
 from blobstore.core.gc_pause import gc_paused
 from blobstore.errors import BlobstoreError
-from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.copies import copies
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.scan import ABSENT, digest_of, each_name, file_sizes, walk_files
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.digest import Digest
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.store.catalog import Catalog, CatalogEntry
     from blobstore.store.layout import Folder
     from blobstore.store.references import KnownManifest, References
@@ -154,8 +154,9 @@ def measure_usage(
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.
     """
-    asked = Reference.all_of(references)
-    store = LocalStore.of(store).holder(*asked)
+    store = LocalStore.of(store)
+    asked = named_models(store, references)
+    store = store.holder(*asked)
     read_entries(store, asked)  # fails if one of them does not exist
     with gc_paused():  # it would look at all entries again and again
         return usage_of(read_disk(store), asked)
@@ -166,8 +167,9 @@ def measure_models(references: Names, *, store: StoreLike = None) -> ModelsUsage
 
     Raises as :func:`measure_usage`.
     """
-    asked = Reference.all_of(references)
-    store = LocalStore.of(store).holder(*asked)
+    store = LocalStore.of(store)
+    asked = named_models(store, references)
+    store = store.holder(*asked)
     read_entries(store, asked)  # fails if one of them does not exist
     catalog = read_catalog(store)
     holdings = Holdings(store, catalog)

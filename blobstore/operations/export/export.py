@@ -23,6 +23,7 @@ from blobstore.folders.files import files_of
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.models.contents import ModelContents
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     import os
@@ -162,7 +163,8 @@ def export_models(
         NameConflict: two models would get one folder, at least where case is ignored; nothing is written.
         BlobstoreError: the folder cannot be made.
     """
-    local, names = LocalStore.to_read(store), Reference.all_of(references)
+    local = LocalStore.to_read(store)
+    names = named_models(local, references)
     folders = _folder_names(names)
     sizes = [sum(blob.size for blob in local.blobs_of(name)) for name in names]
     target = local_path(folder)

@@ -25,7 +25,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.places import Target, find_place
 from blobstore.operations.follow.trainer import SCHEMES, TrainerFolder
 from blobstore.operations.maintenance.names import remove_models
-from blobstore.operations.maintenance.retention import expired_models
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.names import replace_any
@@ -249,6 +248,5 @@ class _Follower:
             and one.tag.startswith(start)
             and _LABEL.fullmatch(one.tag.removeprefix(start))
         ]
-        if expired := expired_models(tags, keep_last=count, store=store):
-            remove_models(expired, store=store)
+        remove_models(tags, keep_last=count, store=store)
         return kept

@@ -37,6 +37,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.store.bases import pin
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     import os
@@ -160,12 +161,12 @@ def freeze_models(
     check_compression_level(level)
     check_jobs(jobs)
     age = None if older_than is None else seconds_of(older_than, "older_than")
-    names = Reference.all_of(references)
+    store = LocalStore.of(store)
+    names = named_models(store, references)
     if not names and age is None:
         raise UsageError(
             "name the models to freeze, or give the age from which on models are frozen"
         )
-    store = LocalStore.of(store)
     estimator = SizeEstimator(store, level)
     plan = plan_freeze(
         store,

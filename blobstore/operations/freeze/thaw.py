@@ -21,9 +21,9 @@ from blobstore.core.files import FileState, is_there, sync_folder, write_all
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
-from blobstore.manifests.reference import Reference
 from blobstore.store.bases import link_base
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def thaw_models(
     started = time.monotonic()
     check_jobs(jobs)
     store = LocalStore.of(store)
-    names = Reference.all_of(references)
+    names = named_models(store, references)
     blobs = {
         layer.digest: layer
         for name in names

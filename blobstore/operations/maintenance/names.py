@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
+from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import (
@@ -28,9 +29,11 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference, is_alias_of
 from blobstore.manifests.step_record import is_state_of, state_of
 from blobstore.operations.maintenance.lost_manifests import GRACE
+from blobstore.operations.maintenance.retention import expired_models
 from blobstore.store.catalog import lost_entry, read_catalog, read_entries
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.names import ABSENT, NewModel
 from blobstore.store.partial import FULL
 
@@ -77,6 +80,8 @@ class RemovedModels:
     """The names whose blobs are delta-encoded against these bases."""
     unreadable: tuple[CatalogEntry, ...]
     """Remaining names whose manifest cannot be read; they prevent a garbage collection."""
+    kept: int = 0
+    """Names that ``keep_last`` or ``older_than`` kept."""
     notices: tuple[str, ...] = ()
 
 
@@ -141,15 +146,20 @@ def rename_model(
 def remove_models(
     references: Names,
     *,
+    keep_last: int | None = None,
+    older_than: float | str | None = None,
     store: StoreLike = None,
     dry_run: bool = False,
 ) -> RemovedModels:
     """Remove names durably: all of them, or none. Blobs stay until they are collected.
 
     Until then, names can be restored. A name whose manifest cannot be read is removed for good.
+    With ``keep_last`` or ``older_than``, only the models that :func:`expired_models` returns are removed.
 
     Args:
-        references: the names.
+        references: the names, or globs such as ``run:*``.
+        keep_last: keep the newest so many tags of each name.
+        older_than: keep models that were written less than so many seconds ago, or a text such as ``30d``.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: remove nothing; report what would be left behind.
 
@@ -161,11 +171,15 @@ def remove_models(
         InvalidManifest: a manifest is a folder; nothing is removed.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be read or written.
+        UsageError: ``keep_last`` is negative, or ``older_than`` is no time.
     """
     store = LocalStore.of(store)
-    names = Reference.all_of(references)
+    names = chosen = named_models(store, references)
+    if keep_last is not None or older_than is not None:
+        age = None if older_than is None else seconds_of(older_than, "older_than")
+        names = tuple(expired_models(chosen, keep_last=keep_last, older_than=age, store=store))
     entries = _removable(store, names)
-    left = _left_behind(store, entries)
+    left = replace(_left_behind(store, entries), kept=len(chosen) - len(names))
     unreadable = {one.reference for one in entries if one.error is not None}
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():

@@ -25,7 +25,6 @@ from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.layers_digest import layers_digest
-from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
@@ -42,6 +41,7 @@ from blobstore.sources.open import open_source
 from blobstore.store.bases import pin, states, which_are_whole
 from blobstore.store.catalog import read_entries
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.operations.maintenance.repair_manifests import Restored
     from blobstore.operations.maintenance.repair_sources import BlobProvider, Candidate
     from blobstore.operations.maintenance.verify import Fault
@@ -152,7 +152,7 @@ def repair_models(
     started = time.monotonic()
     check_jobs(jobs)
     store = LocalStore.of(store)
-    chosen = Reference.all_of(references)
+    chosen = named_models(store, references)
     options = SourceOptions(
         weights=weights,
         ignore_unindexed=ignore_unindexed,

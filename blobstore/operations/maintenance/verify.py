@@ -35,7 +35,6 @@ from blobstore.errors import (
 )
 from blobstore.folders.original import plan_original
 from blobstore.manifests import media_types
-from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record, read_stacks
@@ -44,6 +43,7 @@ from blobstore.operations.describe.show import check_options
 from blobstore.operations.maintenance.lost_manifests import lost_manifests
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import bases_of, damaged_blobs
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from blobstore.errors import StoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.models.tensors import Headers, ModelTensors
 
 
@@ -144,9 +144,11 @@ def verify_models(
     if quick and (rate is not None or sample is not None):
         what = "a rate" if rate is not None else "a sample"
         raise UsageError(f"{what} cannot be combined with a quick check, which hashes nothing")
-    names = Reference.all_of(references)
+    store = LocalStore.of(store)
+    names = named_models(store, references)
     is_whole = not names
-    store = LocalStore.of(store) if is_whole else LocalStore.to_read(store)
+    if not is_whole:
+        store = LocalStore.to_read(store)
     limiter = None if rate is None else RateLimiter(rate)
     hashed = NONE if quick else ALL if sample is None else Sample.parse(sample)
     check = _BlobCheck(store, jobs, progress, limiter, hashed)

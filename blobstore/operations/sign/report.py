@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Literal
 from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
-from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import policy_keys, read_policy
 from blobstore.signatures.cosign import envelopes, parse_envelope, read_envelope
 from blobstore.signatures.keys import PublicKey, read_key
 from blobstore.signatures.policy import Verdict, decide
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
     from blobstore.errors import StoreError
-    from blobstore.manifests.reference import Names
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.signatures.policy import Action
     from blobstore.signatures.signature import Kind
     from blobstore.store.signatures import KeptSignature
@@ -125,7 +125,7 @@ def check_signatures(
     known = [PublicKey.from_pem(read_key(Path(path)), Path(path).name) for path in keys]
     known += policy.keys if policy is not None else ()
     found = []
-    for reference in Reference.all_of(references) or tuple(store.references(on_error=on_error)):
+    for reference in named_models(store, references) or tuple(store.references(on_error=on_error)):
         digest = Digest.of(store.read_manifest(reference))
         signatures = envelopes(store.signatures(digest))
         verdict = decide(policy, reference, digest, signatures) if policy is not None else None

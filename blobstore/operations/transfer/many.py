@@ -27,7 +27,7 @@ from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry, read_remote_catalog
 from blobstore.remotes.fetch_attached import attached
 from blobstore.store.local import LocalStore, StoreLike
-from blobstore.store.name_patterns import is_pattern
+from blobstore.store.name_patterns import is_pattern, named_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,7 +62,8 @@ def push_models(
     Raises:
         UsageError: an argument is invalid, or ``remote`` has a tag.
     """
-    local, names = LocalStore.to_read(store), Reference.all_of(references)
+    local = LocalStore.to_read(store)
+    names = named_models(local, references)
     blobs = [local.blobs_of(name) for name in names]
     sizes = [sum(blob.size for blob in own) for own in blobs]
     places = [None if remote is None else place_of(remote, name) for name in names]

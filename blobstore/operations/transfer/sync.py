@@ -24,7 +24,6 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.manifests.lock_file import LockedModel, format_lock, parse_lock
-from blobstore.manifests.reference import Names, Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.transfer.many import place_of, pull_order
@@ -35,6 +34,7 @@ from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry
 from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 from blobstore.store.names import ABSENT, ANYTHING, NameUpdate
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Names, Reference
 
 State = Literal["present", "missing", "other model", "fetched", "replaced"]
 
@@ -90,7 +91,7 @@ def lock_models(
     file = None if path is None else local_path(path)
     if file is not None:
         check_new_file(file, force=True)
-    names = Reference.all_of(references) or local.references()
+    names = named_models(local, references) or local.references()
     models = [_locked(local, name, remote) for name in sorted(names)]
     if file is not None:
         write_file(file, [format_lock(models).encode()])

@@ -29,7 +29,8 @@ def guess(text: str) -> str:
     [
         ("list('/there')", "list() takes no arguments without a name, got 1; write list(store='/there')"),
         ("list('m*')", "list() takes no glob: 'm*'; filter what it returns, for example with fnmatch"),
-        ("remove('m*')", "not a model name: model 'm*' must be 1 to 80 letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'; a glob is no name here; choose from the names that list shows"),
+        ("remove('m*')", "no model matches 'm*'"),
+        ("open('m*')", "not a model name: model 'm*' must be 1 to 80 letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'; a glob stands for several models, and one is needed here"),
         ("gc(Path('there'))", "gc() takes no arguments without a name, got 1; write gc(store=PosixPath('there'))"),
         ("gc(store)", "gc() takes no arguments without a name, got 1; write gc(store=LocalStore('"),
         ("remove('a', 'org/b')", "remove() takes several names as one list; write remove(['a', 'org/b'])"),
@@ -59,7 +60,7 @@ def guess(text: str) -> str:
         ("save('m', {})", "tensors is a state dict, got 'str'; the name comes after it"),
         ("create(source='a', name='b')", "create() has no argument 'name'; did you mean 'reference'?"),
         ("verify(sotre='there')", "verify() has no argument 'sotre'; did you mean 'store'?"),
-        ("remove('a', zzz=1)", "remove() has no argument 'zzz'; its arguments are references, store, dry_run"),
+        ("remove('a', zzz=1)", "remove() has no argument 'zzz'; its arguments are references, keep_last, older_than, store, dry_run"),
         ("create_all('a', as_='b')", "create_all() has no argument 'as_'; did you mean 'prefix'?"),
         ("ingest([], zzz=1)", "ingest() has no argument 'zzz'; its arguments are items, target, executor, retries, on_done, source_options,"),
         ("diff('a')", "diff() missing 1 required positional argument: 'theirs'"),
@@ -136,6 +137,25 @@ def test_an_attribute_that_a_model_lacks_says_which_one_is_meant(
         getattr(model, name)
     assert str(caught.value).endswith(end)
     assert not hasattr(model, "size")
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gc", "; did you mean 'blobstore.gc(…, store=…)'?"),
+        ("rm", "; did you mean 'blobstore.remove(…, store=…)'?"),
+        ("save_model", "; did you mean 'blobstore.save(…, store=…)'?"),
+        ("has_modl", "; did you mean 'has_model'?"),
+        ("zzz", "'zzz'"),
+        ("__array__", "'__array__'"),
+    ],
+)
+def test_a_store_without_such_a_method_says_which_function_is_meant(
+    store: LocalStore, name: str, end: str
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(blobstore.LocalStore(store.root), name)
+    assert str(caught.value).endswith(end)
 
 
 def test_an_error_inside_of_a_function_stays_what_it_is() -> None:

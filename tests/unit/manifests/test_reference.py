@@ -124,14 +124,6 @@ def test_names_get_the_host_and_namespace_of_a_prefix() -> None:
             names[0].under(prefix)
 
 
-def test_takes_one_name_or_several() -> None:
-    one, two = Reference.parse("one"), Reference.parse("two")
-    assert Reference.all_of("one") == Reference.all_of(one) == (one,)
-    assert Reference.all_of(["one", two, "one:latest"]) == (one, two)
-    assert Reference.all_of(iter(["two"])) == (two,)
-    assert Reference.all_of(()) == ()
-
-
 def test_keeps_the_case() -> None:
     assert str(Reference.parse("Org/Model:Q4_K")) == "Org/Model:Q4_K"
     assert Reference.parse("M") != Reference.parse("m")

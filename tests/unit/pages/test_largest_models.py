@@ -24,7 +24,7 @@ def filled(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
 
 
 def names(store: LocalStore, *asked: str) -> set[str]:
-    disk, usage, rest = read_largest(store, Reference.all_of(asked))
+    disk, usage, rest = read_largest(store, [*map(Reference.parse, asked)])
     assert set(disk.entries) == {model.reference for model in usage.models}
     assert rest["models"] == 5 - len(usage.models) == sum(row[1] for row in rest["repositories"])
     return set(map(str, disk.entries))

@@ -9,7 +9,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import InvalidReference, ModelNotFound, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from blobstore.store.name_patterns import select_references
+from blobstore.store.name_patterns import named_models, select_references
 from tests.support.models import add_blobs, blob
 
 A, B = map(Reference.parse, "ab")
@@ -21,6 +21,19 @@ def store(tmp_path: Path) -> LocalStore:
     for name in "ba":
         add_blobs(store, name, {"x": blob(("x", "U8", (3,), name.encode() * 3))})
     return store
+
+
+def test_functions_take_one_name_or_several_and_globs(store: LocalStore) -> None:
+    other = Reference.parse("other")
+    assert named_models(store, "other") == named_models(store, other) == (other,)
+    assert named_models(store, ["other", B, "b:latest", "*"]) == (other, B, A)
+    assert named_models(store, iter(["?"])) == (A, B)
+    assert named_models(store, ()) == ()
+    for name in ("c*", ["a", "c*"]):
+        with pytest.raises(ModelNotFound, match=r"no model matches 'c\*'"):
+            named_models(store, name)
+    with pytest.raises(InvalidReference):
+        named_models(store, "a b")
 
 
 def test_selects_by_name_glob_and_start_of_the_digest(store: LocalStore) -> None:

@@ -48,6 +48,15 @@ def test_of_steps_of_one_moment_the_last_ones_are_the_newest(tmp_path: Path) -> 
     assert expired(store, keep_last=1) == ["run:step-9"]
 
 
+def test_remove_keeps_what_the_rules_keep(store: LocalStore) -> None:
+    removed = remove_models("*", older_than="36h", keep_last=1, store=store)
+
+    assert [str(entry.reference) for entry in removed.names] == ["run:v2"]
+    assert removed.kept == 4 == len([*store.references()])
+    with pytest.raises(UsageError, match="not a time"):
+        remove_models("*", older_than="old", store=store)
+
+
 def test_what_is_young_is_kept(store: LocalStore) -> None:
     remove_models(["run:best"], store=store)
     assert expired(store, older_than=2.5 * DAY) == ["x:v9", "run:v3"]
