@@ -52,6 +52,7 @@ _URL = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
 """The characters of RFC 3986. Parsers of URLs disagree about others, such as the backslash."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,19}", re.ASCII)
+_RATE_LIMIT = re.compile(r";\s*r=0\s*;\s*t=(\d{1,9})", re.ASCII)
 _LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
 _PARAMETER = re.compile(
     r"(?:([A-Za-z][\w-]{0,31}) +)?([A-Za-z][\w-]{0,31}) *= *(?:\"((?:[^\"\\]|\\.)*)\"|([^\s,\"]+))",
@@ -455,11 +456,15 @@ def bytes_received(text: str | None) -> int:
     return last + 1 if last else 0
 
 
-def retry_after(text: str | None, now: datetime) -> float:
-    """Return the seconds that ``Retry-After`` asks to wait; 0 if it is missing or malformed."""
-    if text is None:
-        return 0
-    if _NUMBER.fullmatch(text.strip()):
+def retry_after(headers: Mapping[str, str], now: datetime) -> float:
+    """Return the seconds that a server asks to wait; 0 if it does not, or what it says is malformed.
+
+    The Hub says it by the draft for ``RateLimit`` alone.
+    """
+    if found := _RATE_LIMIT.search(headers.get("ratelimit", "")):
+        return float(found[1])
+    text = headers.get("retry-after", "").strip()
+    if _NUMBER.fullmatch(text):
         return float(text)
     try:
         return max(0.0, (parsedate_to_datetime(text) - now).total_seconds())
@@ -477,7 +482,7 @@ def failure(
     explained, code = explanation(body), code_of(body)
     message = f"{what}: status {status}{f': {explained}' if explained else ''}"
     if status in rules.TRANSIENT:
-        wait = retry_after(headers.get("retry-after"), now)
+        wait = retry_after(headers, now)
         return TransientError(message, retry_after=wait, status=status, code=code)
     kind = RemoteRefused if status in _REFUSALS else RemoteError
     advice = _SIZE_ADVICE if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else ""

@@ -105,7 +105,9 @@ class Retry:
         if self._closed.wait(delay or 0):
             raise Cancelled("stopped") from error
         if delay is None:
+            wait = error.retry_after
+            advice = f"try again in {wait:.0f} seconds" if wait else error.advice
             raise RemoteError(
-                error.message, advice=error.advice, status=error.status, code=error.code
+                error.message, advice=advice, status=error.status, code=error.code
             ) from error
         return True

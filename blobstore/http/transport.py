@@ -81,7 +81,8 @@ class Transport:
         self._closed = threading.Event()
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._sockets_lock = threading.Lock()
-        self._has_answered = False
+        self.has_answered = False
+        """Whether the server has answered anything."""
         self._may_be_tls = plain_http
         """Whether a server that has not answered well may expect TLS. It is asked once."""
         self._peer: tuple[str, int] | None = None
@@ -137,7 +138,7 @@ class Transport:
         except RemoteError as error:
             # If the registry has never answered, the address may be wrong, which must not look like
             # a refused hint.
-            if not (rule.is_hint and self._has_answered):
+            if not (rule.is_hint and self.has_answered):
                 raise
             on_error(error)
             return None
@@ -163,14 +164,15 @@ class Transport:
         return interrupts.call(exchange)
 
     def exchange(self, request: Request, limit: int = 0) -> Reply:
-        """Send a request once, and return its response with ``limit`` bytes at most.
+        """Send a request once, and return its response with ``limit`` bytes at most, or the beginning of an error.
 
         Raises:
             TransientError: it may succeed if it is sent again.
             RemoteError: it will not.
         """
         with self.send(request) as response:
-            body = self._read(request, response, limit)
+            is_success = response.status_code in request.rule.success
+            body = self._read(request, response, limit if is_success else 0)
             return Reply(response.status_code, response.headers, body, str(response.url))
 
     @contextlib.contextmanager
@@ -354,7 +356,7 @@ class Transport:
         )
         self._waiting.until = None
         response = client.send(built, stream=True)
-        self._has_answered = True
+        self.has_answered = True
         return response
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
@@ -367,7 +369,7 @@ class Transport:
         stream = info["return_value"]
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
-        if not self._has_answered:
+        if not self.has_answered:
             # The server has left already, which the next step reports.
             with contextlib.suppress(OSError):
                 self._peer = stream.get_extra_info("server_addr")[:2]
@@ -441,7 +443,7 @@ class Transport:
         except httpx2.ConnectError as error:
             raise self._connect_error(request, error) from error
         except httpx2.TimeoutException as error:
-            if isinstance(error, httpx2.ConnectTimeout) and not self._has_answered:
+            if isinstance(error, httpx2.ConnectTimeout) and not self.has_answered:
                 raise RemoteError(
                     f"{request.what}: cannot connect to {quote(self.base)}: timed out"
                 ) from error
@@ -476,7 +478,7 @@ class Transport:
             is_plain = refused.reason in _NOT_TLS
             advice = self._other_scheme("http") if is_plain else certificates_in_use()
             return RemoteError(message, advice=advice)
-        if not self._has_answered:  # rather a mistyped address than a server that restarts
+        if not self.has_answered:  # rather a mistyped address than a server that restarts
             return RemoteError(message)
         return TransientError(message)
 

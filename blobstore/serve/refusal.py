@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core.limits import Crowded
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.serve.messages import failure, json_response
+from blobstore.sources.hub_client import REFUSALS
 from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
     from blobstore.serve.messages import Response
 
-REFUSALS: Final = (401, 403, 404, 410, 451)
-"""Statuses of an upstream for something that does not exist, or that this client may not have."""
 API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
 _MESSAGES: Final = {
     "RepoNotFound": "there is no such model",

@@ -1,8 +1,7 @@
-"""Downloads repositories of the Hugging Face Hub through its own client, and verifies them.
+"""Downloads repositories of the Hugging Face Hub, and verifies them.
 
-Tokens, cache, offline mode and endpoint are those of the client, as its users know them. The client
-does not verify what it receives: it accepts a damaged body of the right length, and caches it under
-the digest that it should have. So each file is compared here with the listing of the exact commit:
+Tokens, cache, offline mode and endpoint are those of the Hub's own library, as its users know them. It sends no
+request, because it believes what servers say: so ``hub_client`` does. Each file is compared with the listing of the exact commit:
 sha256 for large files, git's sha1 for small ones. Which files are needed is decided from the listing and
 a few small files, before anything else is downloaded.
 """
@@ -25,18 +24,20 @@ from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
-    BlobstoreError,
     DamagedSource,
     MissingLibrary,
+    RemoteError,
+    RemoteRefused,
     SourceError,
     SourceNotFound,
     UsageError,
 )
+from blobstore.http.retry import Patience
 from blobstore.sources import hub_files
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.fetched_tree import FetchedTree
 from blobstore.sources.file_tree import CACHED_REPOSITORY
-from blobstore.sources.hub_files import FileCount
+from blobstore.sources.hub_client import HubClient, is_server_url
 from blobstore.sources.hub_listing import (
     COMMIT,
     REVISION,
@@ -46,11 +47,7 @@ from blobstore.sources.hub_listing import (
     cached_snapshot,
     digester_of,
     files_in_snapshot,
-    find_commit,
-    first_bytes,
-    list_repository,
     listing_of,
-    retry_after,
 )
 from blobstore.sources.small_files import is_kept
 
@@ -62,7 +59,7 @@ if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.fetched_tree import Downloads
     from blobstore.sources.file_tree import FileTree
-    from blobstore.sources.hub_listing import ListedFile
+    from blobstore.sources.hub_listing import Entries, ListedFile
 
 SCHEME = "hf://"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -72,28 +69,22 @@ _FILE = re.compile(r"([^/]+/[^/]+)/(?:resolve|blob)/([^/]+)/([^?#]+)")
 """What follows in the URL of a file: the repository, the revision and the name."""
 _MAX_REPO = 96
 """The client's own limit."""
-_DOWNLOADS = 4
+_DOWNLOADS = 8
 """Threads that download."""
 _CHECKS = 2
 """Threads that hash files."""
 _CHUNK = 1 << 20
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without symbolic links, on which the client moves its files to their names."""
-# By class name, because the client is not imported yet. The nearest base of an error counts.
 _TEXTS = {
-    "GatedRepoError": "{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN",
-    "RepositoryNotFoundError": "no folder and no Hub repository {name}; if it is private, log in or "
-    "set HF_TOKEN",
-    "RevisionNotFoundError": "{name}: no such revision on the Hub",
-    "HfHubHTTPError": "{name}: the Hub answered with status {status}; {advice}",
-    "HFValidationError": "not a Hub id: {name}",
-    "Exception": "{name}: the download failed: {reason}; check the network and try again",
+    "GatedRepo": "{name} is gated: accept its terms on the Hub, then log in or set HF_TOKEN",
+    "RepoNotFound": "no folder and no Hub repository {name}; if it is private, log in or set HF_TOKEN",
+    "RevisionNotFound": "{name}: no such revision on the Hub",
 }
-_KINDS: dict[str, type[BlobstoreError]] = {
-    "RepositoryNotFoundError": SourceNotFound,
-    "RevisionNotFoundError": SourceNotFound,
-    "HFValidationError": UsageError,
-}
+"""Messages by the Hub's codes of errors."""
+_ATTEMPTS = 5
+_MAX_WAIT = 120
+"""Seconds to wait for a busy Hub between two attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,21 +214,21 @@ def _listed(
     try:
         with optional_libraries():
             from huggingface_hub import constants
-            from huggingface_hub.errors import OfflineModeIsEnabled
             from huggingface_hub.file_download import repo_folder_name
     except MissingLibrary as error:
         if _has_scheme(text):
             raise
         raise error.at(f"there is no folder {quote(text)}, and for the Hub") from None
-    import httpx2  # the client has it, and should be named first if neither is there
-
     cache = Path(constants.HF_HUB_CACHE)
     storage = cache / repo_folder_name(repo_id=repo, repo_type="model")
-    with _client_errors(repo, revision):
+    with _hub_errors(repo, revision):
+        client = None if constants.is_offline_mode() else _client()
         try:
-            commit, entries = list_repository(repo, revision)
-        except (OfflineModeIsEnabled, httpx2.ConnectError, httpx2.TimeoutException) as error:
-            is_offline = isinstance(error, OfflineModeIsEnabled)
+            commit, entries = _ask(client, repo, revision)
+        except RemoteError as error:
+            is_offline = client is None
+            if client is not None and client.has_answered:
+                raise
             cached = cached_snapshot(storage, revision)
             if cached is None or not (is_offline or COMMIT.fullmatch(revision or "")):
                 raise _unreachable(text, cached, is_offline=is_offline) from error
@@ -256,12 +247,36 @@ def _listed(
             # Downloads of other weights do not wait for this one.
             folder = downloads.folder(f"{SCHEME}{repo}", commit, options.weights or "") / commit
         repository = _Repository(
-            repo, storage, folder, listing, options, downloads, boundary=cache, is_online=True
+            repo, storage, folder, listing, options, downloads, boundary=cache, client=client
         )
         yield repository, []
         if is_cached:
             with suppress(OSError):  # the model is complete without it
                 cache_listing(snapshot, revision, entries)
+
+
+def _ask(client: HubClient | None, repo: str, revision: str | None) -> tuple[str, Entries]:
+    """Return the commit of a revision and its files. Raises RemoteError, also without a client."""
+    if client is None:
+        raise RemoteError("offline")
+    commit = client.commit(repo, revision)
+    return commit, client.entries(repo, commit)
+
+
+def _client() -> HubClient:
+    """Return a client with the settings of the Hub's own library."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in __all__
+
+    headers = build_hf_headers()
+    authorization = headers.pop("authorization", "")
+    if not is_server_url(constants.ENDPOINT):
+        raise SourceError(f"HF_ENDPOINT is not the URL of a server: {quote(constants.ENDPOINT)}")
+    if not (authorization.isascii() and authorization.isprintable()):
+        raise SourceError("HF_TOKEN, or the token of your login, has characters that no token has")
+    stall = max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    patience = Patience(attempts=_ATTEMPTS, longest=_MAX_WAIT, stall=stall)
+    return HubClient(constants.ENDPOINT, authorization, patience, headers)
 
 
 def commit_of(text: str) -> str:
@@ -273,8 +288,8 @@ def commit_of(text: str) -> str:
         SourceError: access is denied, or the Hub cannot be reached.
     """
     repo, revision = parse_hub_id(text)
-    with _client_errors(repo, revision):
-        return find_commit(repo, revision)
+    with _hub_errors(repo, revision):
+        return _client().commit(repo, revision)
 
 
 def cached_repository(path: Path) -> str | None:
@@ -356,7 +371,7 @@ class _Repository(FetchedTree):
         downloads: Downloads | None = None,
         *,
         boundary: Path,
-        is_online: bool = False,
+        client: HubClient | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -369,24 +384,24 @@ class _Repository(FetchedTree):
             options: what to select.
             downloads: what has ``folder``; None for the cache.
             boundary: the folder that links must not leave.
-            is_online: whether to download files that are not in the cache.
+            client: downloads files that are not in the cache; None to download none.
         """
         listed = {file.name: file.size for file in listing.values()}
         super().__init__(folder, listed, options, f"{SCHEME}{repo}", downloads)
         self._repo = repo
         self._storage = storage
         self._listing = listing
-        self._is_online = is_online
+        self._client = client
         self._boundary = os.path.realpath(boundary)
         self._new = set[str]()
         """Files that were downloaded to the cache now."""
 
     def first_bytes(self, name: str) -> bytes | None:
         """See :class:`FetchedTree`."""
-        import httpx2
-
-        with suppress(httpx2.HTTPError, OSError):  # fetching the file reports it
-            return first_bytes(self._repo, self.root.name, name) if self._is_online else None
+        size = self._listing[name].size
+        with suppress(RemoteError):  # fetching the file reports it
+            if self._client is not None and size:
+                return self._client.first_bytes(self._repo, self.root.name, name, size)
         return None
 
     def snapshot(self, progress: Progress | None, notices: Sequence[str]) -> HubSnapshot:
@@ -411,8 +426,8 @@ class _Repository(FetchedTree):
     def fetch(self, names: Sequence[str], progress: Progress | None) -> None:
         """See :class:`FetchedTree`."""
         files = [self._listing[name] for name in names]
-        if self._is_online:
-            self._download(files, progress)
+        if self._client is not None:
+            self._download(self._client, files, progress)
         pool = WorkerPool(_CHECKS, progress, sum(file.size for file in files))
         pool.run(files, partial(self._check, pool))
 
@@ -424,10 +439,10 @@ class _Repository(FetchedTree):
             places.append(self._storage / "blobs" / file.digest)
         return next((place for place in places if place.is_file()), None)
 
-    def _download(self, files: Sequence[ListedFile], progress: Progress | None) -> None:
+    def _download(
+        self, client: HubClient, files: Sequence[ListedFile], progress: Progress | None
+    ) -> None:
         """Download files that the client's cache lacks; a folder of downloads gets links to the others."""
-        from huggingface_hub.errors import RemoteEntryNotFoundError
-
         missing = []
         for file in files:
             if (path := self._cached(file)) is None:
@@ -435,37 +450,40 @@ class _Repository(FetchedTree):
             elif self._downloads is not None:
                 hub_files.link(path, self.root / file.name)
         pool = WorkerPool(_DOWNLOADS, progress, sum(file.size for file in missing))
-        what = _name(self._repo, self.root.name)
 
         def fetch(file: ListedFile) -> None:
-            count = FileCount(pool, file, what)
             try:
                 if self._downloads is None:
-                    self._fetch_to_cache(file, count)
+                    self._fetch_to_cache(client, file, pool)
                 elif not (path := self.root / file.name).exists():
                     # Outside the folder of the commit, whose files have any name.
                     part = self.root.with_name(f"{Digest.of(file.name.encode()).hex}.incomplete")
-                    hub_files.fetch(self._repo, self.root.name, file, part, path, count)
-            except RemoteEntryNotFoundError as error:
+                    hub_files.fetch(client, self._repo, self.root.name, file, part, path, pool)
+            except DamagedSource as error:
+                raise error.at(_name(self._repo, self.root.name)) from error
+            except RemoteRefused as error:
+                if error.code != "EntryNotFound":
+                    raise
                 raise DamagedSource(
-                    f"file {quote(file.name)} of {what}: the Hub lists it, but does not serve it; "
-                    "choose another revision"
+                    f"file {quote(file.name)} of {_name(self._repo, self.root.name)}: the Hub lists it, "
+                    "but does not serve it; choose another revision"
                 ) from error
-            count.finish()
 
-        pool.run(missing, fetch)
+        pool.run(missing, fetch, client.abort)
 
-    def _fetch_to_cache(self, file: ListedFile, count: FileCount) -> None:
-        """Download a file as the client does, with its lock, and under its names: the digest that is listed."""
+    def _fetch_to_cache(self, client: HubClient, file: ListedFile, pool: WorkerPool) -> None:
+        """Download a file as the Hub's library does, with its lock, and under its names: the digest that is listed."""
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # not in __all__
 
         blob = self._storage / "blobs" / file.digest
         lock = self._storage.parent / ".locks" / self._storage.name / f"{file.digest}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
-            if not blob.exists():
+            if blob.exists():
+                pool.report(file.size, f"fetching {escape(file.name)}")
+            else:
                 part = blob.with_name(f"{file.digest}.incomplete")
-                hub_files.fetch(self._repo, self.root.name, file, part, blob, count)
+                hub_files.fetch(client, self._repo, self.root.name, file, part, blob, pool)
                 self._new.add(file.name)
             place = self.root / file.name
             try:
@@ -527,33 +545,22 @@ def _fault_of(
 
 
 @contextmanager
-def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert errors of the client to ours, with a message of one line."""
-    import httpx2
-
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Convert errors of the network and the disk to one that names the repository."""
+    name = _name(repo, revision)
     try:
         yield
-    except BlobstoreError:
-        raise
-    # The client's Xet library raises RuntimeError; the client rejects arguments with ValueError.
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, RuntimeError, ValueError) as error:
-        found = next(base for kind in type(error).__mro__ if (base := kind.__name__) in _TEXTS)
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        advice = "log in, or set HF_TOKEN" if status in (401, 403) else "try again later"
-        if seconds := retry_after(getattr(getattr(error, "response", None), "headers", {})):
-            advice = f"try again in {seconds:.0f} seconds"
-        name, reason = _name(repo, revision), _reason(error)
-        raise _KINDS.get(found, SourceError)(
-            _TEXTS[found].format(name=name, status=status, advice=advice, reason=reason)
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error of the client, or only its type if the line has the token."""
-    from huggingface_hub import get_token
-
-    token = get_token()
-    return type(error).__name__ if token and token in str(error) else _line(error)
+    except RemoteError as error:
+        status, is_refused = error.status, error.status in (401, 403)
+        if text := _TEXTS.get(error.code or ("RepoNotFound" if status == 401 else "")):
+            kind = SourceError if error.code == "GatedRepo" else SourceNotFound
+            raise kind(text.format(name=name)) from error
+        message = f"the Hub answered with status {status}" if status else error.message
+        later = "try again later" if status else "check the network and try again"
+        advice = "log in, or set HF_TOKEN" if is_refused else error.advice or later
+        raise SourceError(f"{name}: {message}", advice=advice) from error
+    except OSError as error:
+        raise SourceError(f"{name}: the download failed: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:

@@ -192,7 +192,7 @@ def test_a_document_without_an_end(hub: Hub, server: Serving, store: LocalStore,
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
-        ({"blobstore.sources.hub_listing._MAX_PAGES": 5}, 5),
+        ({"blobstore.sources.hub_client._MAX_PAGES": 5}, 5),
         ({"upstream._LIST_SECONDS": 0.0}, 1),  # a page at a time, for hours
     ],
 )

@@ -259,9 +259,10 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[: len(data) // 2]
         headers |= repo.headers
         status, start = HTTPStatus.OK, 0
-        if span := re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", "")):
-            status, start = HTTPStatus.PARTIAL_CONTENT, int(span[1])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if span := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status, start, size = HTTPStatus.PARTIAL_CONTENT, int(span[1]), len(data)
+            data = data[: int(span[2]) + 1] if span[2] else data
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{size}"
         if body and name in repo.unending:
             self._send_again_and_again(headers, data)
             return

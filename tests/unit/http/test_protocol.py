@@ -260,7 +260,17 @@ def test_malformed_status_of_an_upload_is_refused(text: str) -> None:
     ],
 )
 def test_time_to_wait_is_read_in_seconds_and_as_a_date(text: str | None, seconds: float) -> None:
-    assert protocol.retry_after(text, NOW) == seconds
+    headers = {} if text is None else {"retry-after": text}
+    assert protocol.retry_after(headers, NOW) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [('"api";r=0;t=55', 55), ('"api"; r=0; t=86400', 86400), ('"api";r=9;t=55', 1), ("r=0", 1)],
+)
+def test_the_hub_says_how_long_to_wait_by_its_limit(text: str, seconds: float) -> None:
+    headers = {"ratelimit": text, "retry-after": "1"}
+    assert protocol.retry_after(headers, NOW) == seconds
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])

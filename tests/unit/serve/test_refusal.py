@@ -9,7 +9,8 @@ import pytest
 
 from blobstore.errors import BlobstoreError, RemoteError, StoreBusy, StoreError
 from blobstore.serve.messages import Request, Response
-from blobstore.serve.refusal import REFUSALS, Refusal, as_refusal, refusal_response
+from blobstore.serve.refusal import Refusal, as_refusal, refusal_response
+from blobstore.sources.hub_client import REFUSALS
 from blobstore.store.local import LocalStore
 from tests.support.serve import json_of
 

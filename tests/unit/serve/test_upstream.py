@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import UsageError
-from blobstore.http.protocol import Span, TransientError
 from blobstore.operations.create.create import create
 from blobstore.serve.refusal import Refusal
 from blobstore.serve.server import PATIENCE_SECONDS
-from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient, _expected
+from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, write_folder
@@ -61,14 +60,6 @@ def test_other_addresses_are_refused(url: str) -> None:
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
     assert Revision("a" * 40, names, "org/model").probe == probe
-
-
-def test_of_an_answer_that_is_too_long_one_piece_comes_too_many() -> None:
-    pieces = [b"skip", b"ped one", b" two", b" three"]
-    found = _expected(iter(pieces), Span(8, 3), "file")
-    assert list(found) == [b"one", b" two"]  # the caller refuses the excess
-    with pytest.raises(TransientError, match="ended early"):
-        list(_expected(iter(pieces), Span(8, 30), "file"))
 
 
 @pytest.mark.parametrize(
