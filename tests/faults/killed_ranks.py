@@ -66,7 +66,7 @@ POINTS = {
         0, Ingest, "add_parts", 1, is_after=False
     ),
     "rank that has written a blob": Point(1, WorkerIngest, "add", 1, is_after=True),
-    "rank that has written all": Point(1, dist, "all_reduce", 4, is_after=True),
+    "rank that has written all": Point(1, dist, "all_reduce", 3, is_after=True),
     "coordinator whose blobs have names": Point(0, Ingest, "publish", 1, is_after=True),
     "coordinator between the two names": Point(
         0, Names, "_give", 1, is_after=True, names=frozenset({"run:step-2.state"})

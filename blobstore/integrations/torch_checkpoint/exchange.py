@@ -1,6 +1,6 @@
 """Brings the parts of tensors from all ranks to their owners, a window at a time.
 
-While an owner hashes and writes one window, it gets the next one: its memory is two windows, whatever it owns. All
+An owner hashes and writes one window before it gets the next one: its memory is two windows, whatever it owns. All
 ranks take part in every round. So an error here is remembered, and the exchange goes on; only when it has ended is
 the error raised, and ``torch.distributed.checkpoint`` then fails on all ranks.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -46,67 +44,39 @@ def exchange(
     streams: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
     chunks: Sequence[Mapping[str, Sequence[Box]]],
     read: Callable[[Part], torch.Tensor],
-    consume: Callable[[Iterator[memoryview]], None],
     first: FirstError,
     *,
     window: int,
-) -> None:
-    """Exchange the parts of all streams.
+) -> Iterator[memoryview]:
+    """Exchange the parts of all streams; yield the stream of this rank in pieces of one tensor each.
 
     Args:
         group: the processes.
-        streams: the keys and shapes of the tensors of each owner, in the order of its bytes.
+        streams: the names and shapes of the tensors of each owner, in the order of its bytes.
         chunks: what each rank has: of all tensors for this rank, of those that this rank owns for others.
         read: returns the bytes of a part of this rank.
-        consume: reads all of the stream of this rank, on another thread: pieces in order, of one tensor each.
-        first: keeps the first error of ``read`` and ``consume``.
+        first: keeps the first error of ``read``.
         window: bytes that an owner gets in a round, at most.
 
     Raises:
         RuntimeError: a rank cannot be reached any more.
     """
-    rank = dist.get_rank(group)
-    device = _device(group)
-    arrived: queue.Queue[list[memoryview] | None] = queue.Queue(maxsize=1)
-    incoming = itertools.chain.from_iterable(iter(arrived.get, None))
-
-    def receive() -> None:
+    rank, device = dist.get_rank(group), _device(group)
+    rounds = (rounds_of(stream, window) for stream in streams)
+    for windows in itertools.zip_longest(*rounds, fillvalue=()):
+        parts = [list(parts_of(its, chunks[rank])) for its in windows]
+        coming = [list(parts_of(windows[rank], its)) for its in chunks]
+        sent, received = _buffer(parts, device), _buffer(coming, device)
         with first.kept():
-            consume(incoming)
-        for _ in incoming:  # what is left, so that nobody waits
-            pass
-
-    def copy(part: Part, target: torch.Tensor) -> None:
-        with first.kept():
-            if first.error is None:
+            for part, target in _places(parts, sent):
                 target.copy_(read(part))
-
-    with ThreadPoolExecutor(1, thread_name_prefix="blobstore-step") as thread:
-        receiving = thread.submit(receive)
-        try:
-            rounds = (rounds_of(stream, window) for stream in streams)
-            for windows in itertools.zip_longest(*rounds, fillvalue=()):
-                parts = [list(parts_of(its, chunks[rank])) for its in windows]
-                own, parts[rank] = parts[rank], []
-                coming = [list(parts_of(windows[rank], its)) for its in chunks]
-                coming[rank] = []
-                sent, received = _buffer(parts, device), _buffer(coming, device)
-                for part, target in _places(parts, sent):
-                    copy(part, target)
-                dist.all_to_all_single(
-                    received, sent, list(map(_size, coming)), list(map(_size, parts)), group=group
-                )
-                if windows[rank]:
-                    memory = _buffer([windows[rank]], torch.device("cpu"))
-                    places = dict(_places([windows[rank]], memory))
-                    for part in own:
-                        copy(part, _target(part, places))
-                    for part, data in _places(coming, received):
-                        _target(part, places).copy_(data)
-                    arrived.put([place.view(-1).numpy().data for place in places.values()])
-        finally:
-            arrived.put(None)
-        receiving.result()
+        sizes = list(map(_size, coming)), list(map(_size, parts))
+        dist.all_to_all_single(received, sent, *sizes, group=group)
+        own = [windows[rank]]
+        places = dict(_places(own, _buffer(own, torch.device("cpu"))))
+        for part, data in _places(coming, received):
+            places[Window(part.key, part.window)][part.box.within(part.window)].copy_(data)
+        yield from (place.view(-1).numpy().data for place in places.values())
 
 
 def all_agree(group: dist.ProcessGroup | None, votes: Sequence[bool]) -> list[bool]:
@@ -140,8 +110,3 @@ def _places(
         end = begin + part.box.nbytes
         yield part, buffer[begin:end].view(part.box.sizes)
         begin = end
-
-
-def _target(part: Part, places: Mapping[Window, torch.Tensor]) -> torch.Tensor:
-    """Return where a part belongs in the memory of its window."""
-    return places[Window(part.key, part.window)][part.box.within(part.window)]

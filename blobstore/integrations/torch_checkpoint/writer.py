@@ -7,12 +7,10 @@ gives the step its names. Until then nothing of it can be seen, and if a process
 
 from __future__ import annotations
 
-import functools
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -21,12 +19,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from blobstore.core.escape import quote
-from blobstore.core.workers import Cancelled, WorkerPool, check_jobs
+from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree, exchange
-from blobstore.integrations.torch_checkpoint.layout import Layout, RankState, RankTask
+from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree
+from blobstore.integrations.torch_checkpoint.layout import RankState, plan_tasks, specs_of
+from blobstore.integrations.torch_checkpoint.rank import Rank, Remembered
 from blobstore.integrations.torch_checkpoint.staging import Staging
-from blobstore.integrations.torch_checkpoint.unchanged import Unchanged
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StoredName, encode_state, nested
 from blobstore.models.plain_torch_values import KINDS
@@ -35,116 +33,27 @@ from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
 from blobstore.operations.create.step import StepPlan
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    import os
+    from collections.abc import Mapping, Sequence
     from concurrent.futures import Future as Freezing
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from blobstore.integrations.torch_checkpoint.layout import GatheredBlob
-    from blobstore.operations.create.places import Place, StepBlobs
+    from blobstore.integrations.torch_checkpoint.layout import RankTask
+    from blobstore.operations.create.places import Place
     from blobstore.operations.create.save import File
-    from blobstore.planning.grouping import BlobPlan
-    from blobstore.quantization.recipes import Recipe
     from blobstore.store.ingest import Ingested
     from blobstore.store.local import StoreLike
 
+    _Written = tuple[dict[str, Ingested], dict[str, Any]]
+    """The blobs that a rank has added, and its values by key."""
 
 _WINDOW: Final = 8 << 20
 """Bytes that an owner gets at a time. It holds two windows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """What one rank has done."""
-
-    rank: int
-    added: dict[str, Ingested]
-    values: dict[str, Any]
-
-
-class _Rank:
-    """Writes the blobs that one rank owns, and sends others what they need of this rank."""
-
-    def __init__(
-        self,
-        task: RankTask,
-        state: RankState,
-        ingest: StepBlobs,
-        group: dist.ProcessGroup | None,
-        jobs: int | None,
-    ) -> None:
-        self._task = task
-        self._state = state
-        self._ingest = ingest
-        self._group = group
-        self._jobs = jobs or max(1, (os.cpu_count() or 1) // task.world)
-        self.added: dict[str, Ingested] = {}
-
-    def _pool(self) -> WorkerPool:
-        """Return the threads for one kind of work."""
-        return WorkerPool(self._jobs, None, 0)
-
-    def gather(self, unchanged: Unchanged, first: FirstError, window: int) -> None:
-        """Bring the parts of blobs to their owners, but for those of blobs that have not changed."""
-        task, state, ingest = self._task, self._state, self._ingest
-        every = [blob for its in task.streams for blob in its]
-        if not every:
-            return
-        votes = [False] * len(every)
-        own = {blob.name for blob in task.gathered}
-        with first.kept():
-            votes = unchanged.look(task.previous, every, own, state, ingest.find, self._pool())
-        is_here = isinstance(ingest, Ingest) and ingest.machine_folder == task.folder != ""
-        *agreed, is_one_machine = all_agree(self._group, [*votes, is_here])
-        kept = {blob.name for blob, is_kept in zip(every, agreed, strict=True) if is_kept}
-        unchanged.settle(kept)
-        self.added.update(unchanged.found)
-        rows = [blob for blob in every if is_one_machine and blob.is_rows and blob.name not in kept]
-        files = {blob.name: f"{task.token}.{index}" for index, blob in enumerate(rows)}
-        without = kept.union(files)
-
-        def write(blob: GatheredBlob) -> None:
-            cast("Ingest", ingest).write_parts(files[blob.name], state.parts(blob))
-
-        def add(blob: BlobPlan) -> None:
-            shared = cast("Ingest", ingest)
-            self.added[blob.name] = shared.add_parts(files[blob.name], blob.size, blob.header)
-
-        def consume(incoming: Iterator[memoryview]) -> None:
-            for blob in task.gathered:
-                if blob.name not in without:
-                    buffers = functools.partial(_stream, blob, incoming)
-                    self.added[blob.name] = ingest.add(blob.size, buffers, once=True)
-
-        with first.kept():
-            self._pool().run(rows, write)
-        streams = [
-            [tensor for blob in its if blob.name not in without for tensor in blob.tensors]
-            for its in task.streams
-        ]
-        chunks = list(task.chunks)
-        chunks[task.rank] = state.boxes
-        exchange(self._group, streams, chunks, state.bytes_of, consume, first, window=window)
-        if files and all(all_agree(self._group, [first.error is None])):
-            with first.kept():
-                self._pool().run([blob for blob in task.gathered if blob.name in files], add)
-
-    def copy(self) -> None:
-        """Add the blobs whose bytes this rank has. All are durable then."""
-
-        def read(recipe: Recipe) -> Iterator[memoryview]:
-            return self._state.read(self._task.keys[recipe.spec.name])
-
-        def add(blob: BlobPlan) -> None:
-            self.added[blob.name] = self._ingest.add(blob.size, lambda: blob.buffers(read))
-
-        self._pool().run(self._task.local, add)
-        self._ingest.sync()
 
 
 class StoreWriter(StorageWriter, AsyncStager):
@@ -214,10 +123,9 @@ class StoreWriter(StorageWriter, AsyncStager):
         self._place: Place | None = None
         self._plan: StepPlan | None = None
         """The plan of the step that has begun, on the coordinator."""
-        self._unchanged = Unchanged()
+        self._before = Remembered()
         self._staging = Staging()
         self._window = _WINDOW
-        self._rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a step with the name ``checkpoint_id``. Raises InvalidReference."""
@@ -241,21 +149,14 @@ class StoreWriter(StorageWriter, AsyncStager):
         return can_be_step(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check what can be checked without a plan.
-
-        Raises:
-            UsageError: no name is given, or ranks save without each other.
-        """
+        """Check what can be checked without a plan. Raises UsageError if ranks save without each other."""
         del is_coordinator, args
-        self._rank = kwargs.get("rank", 0)
         self._end()  # what an earlier save has left that failed on another rank
-        _ = self._named
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False saves each rank for itself, and a store has whole tensors",
                 advice="save with use_collectives=True",
             )
-        self._place = open_place(self._store)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -265,7 +166,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         """Plan the blobs and their owners, and begin the import: on the coordinator.
 
         Raises:
-            UsageError: the state has no such model, or its names clash.
+            UsageError: no name is given, the state has no such model, or its names clash.
             UnsupportedSource: a tensor is of a type that a store does not have, or not all of it is saved.
             NameConflict, StoreError, StoreBusy: the store cannot be used.
         """
@@ -275,13 +176,12 @@ class StoreWriter(StorageWriter, AsyncStager):
                 "plans that are cached have no import to join",
                 advice="use a planner without enable_plan_caching",
             )
-        layout = Layout(plans)
-        step = StepPlan(layout.specs, model=self._model, files=self._files, metrics=self.metrics)
-        place = self._opened
-        name = place.begin(step, self._named)
+        specs = specs_of(plans)
+        step = StepPlan(specs, model=self._model, files=self._files, metrics=self.metrics)
+        ingest = self._opened.begin(step, self._named)
         self._plan = step
-        folder = place.blobs.machine_folder if isinstance(place.blobs, Ingest) else ""
-        tasks = layout.tasks(step, name, folder, self._unchanged.token)
+        folder, previous = self._opened.blobs.machine_folder, self._before.token
+        tasks = plan_tasks(plans, step, self._model, ingest, folder, previous)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -293,60 +193,58 @@ class StoreWriter(StorageWriter, AsyncStager):
             StoreError: the disk is full, or the store cannot be written.
             RuntimeError: another rank cannot be reached any more.
         """
-        task = plan.storage_data
-        if not isinstance(task, RankTask):
-            raise UsageError(
-                "the plan is of another writer, kept by a planner with enable_plan_caching",
-                advice="use a planner of its own for this writer",
-            )
+        before, self._before = self._before, Remembered()
         try:
             with self._opened.checked():
-                written = self._write(task, plan, planner)
+                written = self._write(plan, planner, before)
         except BaseException:
-            self._unchanged.forget()
             self._end()
             raise
         if self._plan is None:  # only the coordinator goes on
             self._end()
         self._staging.is_free = True
-        result = WriteResult(MetadataIndex(f"rank {task.rank}"), 0, written)
+        result = WriteResult(MetadataIndex(f"rank {plan.storage_data.rank}"), 0, written)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
 
-    def _write(self, task: RankTask, plan: SavePlan, planner: SavePlanner) -> _Written:
-        if task.world > 1 and dist.get_world_size(self._group) != task.world:
+    def _write(self, plan: SavePlan, planner: SavePlanner, before: Remembered) -> _Written:
+        task: RankTask = plan.storage_data
+        ranks = len(task.gathered)
+        if ranks > 1 and dist.get_world_size(self._group) != ranks:
             raise UsageError(
-                f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {task.world} save",
+                f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {ranks} save",
                 advice="pass the same process_group to StoreWriter and to save",
             )
-
-        def is_well() -> bool:
-            """Return whether no rank has failed."""
-            votes = [first.error is None]
-            return all(all_agree(self._group, votes) if task.world > 1 else votes)
-
+        before = before if before.token == task.previous else Remembered()
         first = FirstError()
-        state = RankState(plan.items, planner, self._window)
+
+        def agree(votes: list[bool]) -> list[bool]:
+            return all_agree(self._group, votes) if ranks > 1 else votes
+
+        votes = [False] * (1 + 2 * sum(map(len, task.gathered)))
         with first.kept():
+            state = RankState(plan, planner, self._model, self._window)
             values = state.values()
             if self._plan is None:
                 self._opened.join(task.ingest)
-            rank = _Rank(task, state, self._opened.blobs, self._group, self._jobs)
-        if is_well():  # and so all ranks can take part
-            if task.world > 1:
-                rank.gather(self._unchanged, first, self._window)
-            with first.kept():
-                if first.error is None:
-                    rank.copy()
-        is_complete = is_well()
+            rank = Rank(task, state, self._opened.blobs, self._group, self._jobs)
+            votes = [True, *rank.look(before)]
+        is_well, *agreed = agree(votes)
+        if is_well:  # and so all ranks can take part
+            if agreed:
+                rank.gather(agreed, before, first, self._window)
+            if all(agree([first.error is None])):
+                with first.kept():
+                    rank.add()
+        is_complete = all(agree([first.error is None]))
         if first.error is not None:
             raise first.error
         if not is_complete:  # the other rank reports why
             self._end()
-            return _Written(rank=task.rank, added={}, values={})
-        self._unchanged.remember(task.token, rank.added)
-        return _Written(rank=task.rank, added=rank.added, values=values)
+            return {}, {}
+        self._before = rank.memory
+        return rank.added, values
 
     @property
     def _named(self) -> Reference:
@@ -367,17 +265,17 @@ class StoreWriter(StorageWriter, AsyncStager):
             NameTaken: another process gave one of them another model in the meantime.
             StoreError, StoreBusy: the store cannot be written, or the disk is full.
         """
-        place, plan = self._place, self._plan
-        if place is None or plan is None:
+        place, plan = self._opened, self._plan
+        if plan is None:
             raise BlobstoreError("another rank failed to write its part of the step")
         added: dict[str, Ingested] = {}
         values: dict[str, Any] = {key: StoredName(name) for name, key in plan.keys.items()}
         for result in (one for rank in results for one in rank):
-            values |= result.storage_data.values
-            for name, item in result.storage_data.added.items():
-                added[name] = item
-                if result.storage_data.rank != self._rank:
-                    place.adopt(item)
+            its_added, its_values = result.storage_data
+            added |= its_added
+            values |= its_values
+        for item in added.values():
+            place.adopt(item)
         paths = dict(metadata.planner_data or {})
         state = nested([(tuple(paths.get(key, (key,))), value) for key, value in values.items()])
         try:
@@ -407,15 +305,3 @@ def _freeze_earlier(store: LocalStore, newest: Sequence[Reference], jobs: int | 
             freeze_models(names, store=store, jobs=jobs or 1)
     except BlobstoreError as error:
         warnings.warn(f"steps before {newest[-1]} were not frozen: {error}", stacklevel=1)
-
-
-def _stream(blob: BlobPlan, incoming: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a blob, whose tensors come from several ranks. Raises Cancelled if they do not."""
-    yield blob.header
-    left = blob.size - len(blob.header)
-    while left:
-        piece = next(incoming, None)
-        if piece is None:
-            raise Cancelled("the exchange with other ranks has ended early")
-        left -= len(piece)
-        yield piece

@@ -117,6 +117,9 @@ class _Folder:
 class _ObjectBlobs:
     """Adds blobs to object storage."""
 
+    machine_folder = ""
+    """No file can be written in parts."""
+
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self.written: set[Digest] = set()

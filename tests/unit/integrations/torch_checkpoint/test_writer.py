@@ -26,8 +26,9 @@ from blobstore.errors import (
 )
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
 from blobstore.integrations.torch_checkpoint import writer as writer_module
-from blobstore.integrations.torch_checkpoint.layout import Layout
+from blobstore.integrations.torch_checkpoint.layout import plan_tasks, specs_of
 from blobstore.manifests.step_record import RECORD_FILE
+from blobstore.operations.create.step import StepPlan
 from blobstore.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -273,5 +274,6 @@ def test_a_tensor_of_which_ranks_have_only_a_part_is_refused() -> None:
     assert item.tensor_data is not None
     larger = dataclasses.replace(item.tensor_data, size=torch.Size([8, 2]))
     item = dataclasses.replace(item, tensor_data=larger)
+    plans = [dataclasses.replace(plan, items=[item])]
     with pytest.raises(UnsupportedSource, match="32 of the 64 bytes"):
-        Layout([dataclasses.replace(plan, items=[item])])
+        plan_tasks(plans, StepPlan(specs_of(plans)), "", "", "", "")
