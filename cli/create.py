@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from blobstore.operations.create.create_all import CreatedModel
     from blobstore.planning.grouping import ExpertForm
     from blobstore.planning.plan import ModelPlan, PlannedTensor
-    from blobstore.quantization.policy import PolicyName
+    from blobstore.quantization.choose_format import PolicyName
     from blobstore.store.local import LocalStore
 
 _CREATED_FIELDS = (

@@ -81,7 +81,7 @@ CREATORS = {"replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
 WRITES_ELSEWHERE = {
     "blobstore/integrations/small_files.py": "a new temporary folder",
     "blobstore/integrations/torch_checkpoint/export.py": "a new temporary folder",
-    "blobstore/objects/client.py": "the lock of a store in a folder",
+    "blobstore/objects/conditional_writes.py": "the lock of a store in a folder",
     "blobstore/operations/create/ollama.py": "a new temporary folder",
     "blobstore/operations/follow/push_version.py": "a new temporary folder",
     "blobstore/operations/transfer/import_files.py": "a new temporary folder",

@@ -7,7 +7,6 @@ answers mean. Every call of obstore goes through :func:`_guarded`.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
-from blobstore.errors import Conflict, RemoteError
+from blobstore.errors import RemoteError
 from blobstore.objects.aws import Settings, find_settings
 from blobstore.objects.failures import Failure
 from blobstore.objects.response_rules import (
@@ -26,10 +25,7 @@ from blobstore.objects.response_rules import (
     DELETE,
     LIST,
     READ,
-    READ_FORMER,
     WRITE,
-    WRITE_CHANGED,
-    WRITE_NEW,
 )
 
 if TYPE_CHECKING:
@@ -56,10 +52,6 @@ _RETRIES: Final = {
 }
 _MAX_LISTED: Final = limits.LISTED
 _MAX_LIST_SECONDS: Final = 3600.0
-_PROBE: Final = ".blobstore/probe"
-_ATTEMPTS: Final = 5
-_PAUSE: Final = 0.1
-"""Seconds before a write that was refused is repeated for the first time; twice as many before the next."""
 _NO_TAG: Final = "ETag Header missing"
 _Found = TypeVar("_Found")
 
@@ -90,10 +82,6 @@ class ObjectVersion(NamedTuple):
     tag: ObjectTag | None
 
 
-_NO_VERSION: Final = ObjectTag('"0"', "0")
-"""The tag of no object that exists."""
-
-
 class ObjectPiece(NamedTuple):
     """Bytes of an object, and the size of the whole."""
 
@@ -122,7 +110,6 @@ class ObjectClient:
         self.address = address
         self._api = obstore
         self._lock = threading.Lock()
-        self._is_proven = False
         self._use(_settings(address))
 
     def get(self, key: str, limit: int, request: Request = READ) -> ObjectVersion | None:
@@ -140,7 +127,7 @@ class ObjectClient:
                     f"{self._name(key)}: {size} bytes, expected at most {limit}",
                     advice=limits.ADVICE,
                 )
-            return ObjectVersion(bytes(found.bytes()), _tag(found.meta))
+            return ObjectVersion(bytes(found.bytes()), tag_of(found.meta))
 
         return self._send(request, key, send)
 
@@ -152,7 +139,7 @@ class ObjectClient:
     def tag(self, key: str) -> ObjectTag | None:
         """Return the tag of the version that an object has now, or None if there is no object."""
         meta = self._head(key, READ)
-        return None if meta is None else _tag(meta)
+        return None if meta is None else tag_of(meta)
 
     def modified(self, key: str, request: Request = READ) -> datetime | None:
         """Return when an object was written, by the server's clock, or None if there is none."""
@@ -187,57 +174,6 @@ class ObjectClient:
 
         # An iterable cannot be sent twice.
         self._send(request, key, send, may_repeat=whole)
-
-    def replace(self, key: str, data: bytes, tag: ObjectTag | None) -> None:
-        """Replace the version ``tag`` of a small object. If ``tag`` is None, the object must not exist.
-
-        Raises:
-            Conflict: another process was faster.
-            RemoteError: the server ignores conditions, or fails.
-        """
-        self.check_conditions()
-        for attempt in range(_ATTEMPTS):
-            if attempt:  # nobody had written: the server asks to try again, as S3 does with 409
-                interrupts.sleep(_PAUSE * 2 ** (attempt - 1))
-            if self._is_written(key, data, tag):
-                return
-            meta = self._head(key, READ_FORMER)
-            is_same = meta is None if tag is None else meta and _tag(meta) == tag
-            if not is_same:
-                # The response to a write that succeeded may have been lost, and the write repeated.
-                if meta is not None and meta["size"] == len(data):
-                    found = self.get(key, len(data), READ_FORMER)
-                    if found is not None and found.data == data:
-                        return
-                raise Conflict(f"{self._name(key)} was written by another process")
-        raise RemoteError(
-            f"{self._name(key)}: the server refuses to write it, although nobody else has written it",
-            advice="try again, and check that the credentials allow s3:GetObject, and that no proxy "
-            "changes the header ETag",
-        )
-
-    def check_conditions(self) -> None:
-        """Check, once, that the server refuses to write an object whose condition is not met.
-
-        Names are safe only then. Nothing is remembered beyond this process, as a server may be replaced.
-
-        Raises:
-            RemoteError: it writes the object nevertheless.
-        """
-        if self._is_proven or self.address.scheme == "file":
-            return
-        # The first write creates the object if it is missing. After that, neither condition can be
-        # met.
-        is_new = self._is_written(_PROBE, b"", None)
-        if (is_new and self._is_written(_PROBE, b"", None)) or self._is_written(
-            _PROBE, b"", _NO_VERSION
-        ):
-            raise RemoteError(
-                f"{quote(self.address)}: the server ignores conditional requests, so that two "
-                "processes could overwrite each other's models",
-                advice="use a server that supports If-None-Match and If-Match",
-            )
-        self._is_proven = True
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; absent ones are ignored."""
@@ -290,31 +226,6 @@ class ObjectClient:
         except self._api.exceptions.BaseError as error:
             if _NO_TAG not in str(error):  # of an answer that means success
                 raise
-
-    def _is_written(self, key: str, data: bytes, tag: ObjectTag | None) -> bool:
-        """Write an object if its condition is met, and return whether it was."""
-        mode: Any = "create"
-        if tag is not None:
-            mode = {"e_tag": tag.etag} | ({"version": tag.version} if tag.version else {})
-
-        def send() -> bool:
-            if tag is not None and self.address.scheme == "file":
-                return self._is_file_replaced(key, data, tag)
-            self._put(key, data, mode=mode, use_multipart=False)
-            return True
-
-        return self._send(WRITE_NEW if tag is None else WRITE_CHANGED, key, send) is True
-
-    def _is_file_replaced(self, key: str, data: bytes, tag: ObjectTag) -> bool:
-        """Replace a file, under a lock, because obstore compares no ETags of files."""
-        folder = Path("/", self.address.prefix, ".blobstore")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "names.lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._api.head(self._reading, key)["e_tag"] != tag.etag:
-                return False
-            self._put(key, data, use_multipart=False)
-            return True
 
     def _send(
         self, request: Request, key: str, send: Callable[[], _Found], *, may_repeat: bool = True
@@ -431,7 +342,7 @@ def _settings(address: StoreAddress) -> Settings:
     return find_settings(address) if address.scheme == "s3" else Settings({})
 
 
-def _tag(meta: Any) -> ObjectTag | None:
+def tag_of(meta: Any) -> ObjectTag | None:
     """Return the identity of the version that obstore describes; None if the server does not state it."""
     etag = _etag(meta)
     return ObjectTag(etag, meta.get("version")) if etag else None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
 
-    from blobstore.objects.client import ObjectClient
+    from blobstore.objects.conditional_writes import ConditionalClient
 
 LEASE_TIME: Final = timedelta(days=1)
 COLLECTION_TIME: Final = timedelta(hours=1)
@@ -45,7 +45,7 @@ _MAX_LEASE: Final = limits.LEASE.one
 
 @contextlib.contextmanager
 def leased(
-    client: ObjectClient,
+    client: ConditionalClient,
     digests: Iterable[Digest],
     wait: float = 60,
     pause: Callable[[float], object] = interrupts.sleep,
@@ -103,7 +103,7 @@ class Leased(NamedTuple):
 class Collection:
     """A collection of garbage that is running."""
 
-    def __init__(self, client: ObjectClient) -> None:
+    def __init__(self, client: ConditionalClient) -> None:
         """Begin.
 
         Raises:
@@ -173,12 +173,12 @@ class Collection:
         return Leased(found, since)
 
 
-def _is_collecting(client: ObjectClient, now: datetime) -> bool:
+def _is_collecting(client: ConditionalClient, now: datetime) -> bool:
     found = client.modified(_NOTE, LOOK_FOR_COLLECTION)
     return found is not None and found + COLLECTION_TIME > now
 
 
-def _written(client: ObjectClient, key: str) -> datetime:
+def _written(client: ConditionalClient, key: str) -> datetime:
     """Return the server's time, as that of an object that was just written."""
     found = client.modified(key)
     if found is None:
@@ -188,7 +188,7 @@ def _written(client: ObjectClient, key: str) -> datetime:
     return found
 
 
-def _busy(client: ObjectClient) -> StoreBusy:
+def _busy(client: ConditionalClient) -> StoreBusy:
     return StoreBusy(
         f"garbage is being collected in {quote(client.address)}",
         advice="try again later, or wait for longer",

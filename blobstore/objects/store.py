@@ -26,7 +26,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
-from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
+from blobstore.objects.conditional_writes import ConditionalClient
 from blobstore.objects.response_rules import (
     LIST_SIGNATURES,
     LOOK_FOR_BLOB,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.objects.client import ObjectInfo, ObjectTag
     from blobstore.objects.response_rules import Request
 
 PIECE: Final = 8 * 2**20
@@ -75,9 +76,9 @@ class ObjectStore:
     """A store of models under a prefix of a bucket. Any number of threads may use it."""
 
     def __init__(self, address: StoreAddress) -> None:
-        """Send nothing yet. Raises as :class:`ObjectClient`."""
+        """Send nothing yet. Raises as :class:`ConditionalClient`."""
         self.address = address
-        self.client = ObjectClient(address)
+        self.client = ConditionalClient(address)
 
     def __repr__(self) -> str:
         return f"<ObjectStore {self.address}>"

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.quantization.choose_format import Policy
     from blobstore.quantization.metadata import Stated
-    from blobstore.quantization.policy import Policy
     from blobstore.quantization.recipes import Recipe
 
 

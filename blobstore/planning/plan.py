@@ -13,9 +13,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.planning.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
+from blobstore.quantization.choose_format import Policy, parse_override
 from blobstore.quantization.detect import detect_quantization, is_marker
 from blobstore.quantization.formats import GGUF_TYPES, parse_format
-from blobstore.quantization.policy import Policy, parse_override
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.planning.grouping import ExpertForm
-    from blobstore.quantization.policy import PolicyName
+    from blobstore.quantization.choose_format import PolicyName
     from blobstore.quantization.recipes import Recipe
     from blobstore.sources.base import TensorSource
 

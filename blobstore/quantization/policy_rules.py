@@ -1,4 +1,4 @@
-"""The tables of quantization rules, which :mod:`blobstore.quantization.policy` evaluates.
+"""The tables of quantization rules, which :mod:`blobstore.quantization.choose_format` evaluates.
 
 A rule has the role of a weight, globs for the names of tensors, conditions, and the types to quantize to.
 The first rule that applies decides. An architecture's rules precede the generic ones except those for

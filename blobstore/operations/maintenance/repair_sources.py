@@ -23,8 +23,8 @@ from blobstore.operations.create.files import config_json, file_layers, stacks_l
 from blobstore.planning.grouping import EXPERT_FORMS
 from blobstore.planning.import_options import ImportOptions, source_record
 from blobstore.planning.plan import QuantizeOptions, plan_source
+from blobstore.quantization.choose_format import POLICIES
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.policy import POLICIES
 from blobstore.quantization.tensor_bytes import Converter
 from blobstore.remotes.addresses import find_model, is_address, is_in_objects
 from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog

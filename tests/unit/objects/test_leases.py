@@ -17,7 +17,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects import client as objects_client
 from blobstore.objects import leases
 from blobstore.objects.address import StoreAddress
-from blobstore.objects.client import ObjectClient
+from blobstore.objects.conditional_writes import ConditionalClient
 from blobstore.objects.leases import Collection, leased
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.maintenance import gc_objects
@@ -96,12 +96,12 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Later:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> ObjectClient:
-    return ObjectClient(StoreAddress("file", "", str(tmp_path / "remote").lstrip("/")))
+def client(tmp_path: Path) -> ConditionalClient:
+    return ConditionalClient(StoreAddress("file", "", str(tmp_path / "remote").lstrip("/")))
 
 
 def test_an_import_of_more_than_a_day_gives_nothing_a_name(
-    client: ObjectClient, later: Later
+    client: ConditionalClient, later: Later
 ) -> None:
     with leases.leased(client, []) as check:
         later(23 * HOUR)
@@ -112,7 +112,7 @@ def test_an_import_of_more_than_a_day_gives_nothing_a_name(
 
 
 def test_a_push_that_was_suspended_for_a_day_publishes_no_name(
-    client: ObjectClient, later: Later, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: ConditionalClient, later: Later, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = LocalStore(tmp_path / "store")
     frozen.put(local, "one", {"own": 1})
@@ -132,20 +132,20 @@ def test_a_push_that_was_suspended_for_a_day_publishes_no_name(
 
 
 def test_a_collection_deletes_nothing_when_imports_no_longer_wait(
-    client: ObjectClient, later: Later, monkeypatch: pytest.MonkeyPatch
+    client: ConditionalClient, later: Later, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ObjectStore(client.address)
     for number in range(40):
         data = b"%d" % number
         store.put_blob(Digest.of(data), len(data), [data])
-    delete = ObjectClient.delete
+    delete = ConditionalClient.delete
 
-    def slow(self: ObjectClient, keys: list[str]) -> None:
+    def slow(self: ConditionalClient, keys: list[str]) -> None:
         delete(self, keys)
         if keys[0].startswith("blobs/"):
             later(HOUR)
 
-    monkeypatch.setattr(ObjectClient, "delete", slow)
+    monkeypatch.setattr(ConditionalClient, "delete", slow)
     found = gc_objects.collect_objects(client.address, older_than=0, force=True)
     assert not found.is_complete
     assert 1 <= len(found.removed) <= gc_objects._STREAMS
@@ -158,7 +158,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def test_the_note_of_a_collection_that_was_killed_counts_for_an_hour(
-    client: ObjectClient, tmp_path: Path
+    client: ConditionalClient, tmp_path: Path
 ) -> None:
     Collection(client)
     age(tmp_path / "remote" / leases._NOTE, HOUR / 2)
@@ -170,7 +170,7 @@ def test_the_note_of_a_collection_that_was_killed_counts_for_an_hour(
 
 
 def test_the_lease_of_an_import_that_was_killed_counts_for_a_day(
-    client: ObjectClient, tmp_path: Path
+    client: ConditionalClient, tmp_path: Path
 ) -> None:
     key = f"{leases._LEASES}/killed"
     client.put(key, f'["{ONE.hex}"]'.encode())
@@ -185,7 +185,7 @@ def test_the_lease_of_an_import_that_was_killed_counts_for_a_day(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"5", b"[[]]"])
 def test_a_lease_that_cannot_be_read_ends_a_collection(
-    client: ObjectClient, content: bytes
+    client: ConditionalClient, content: bytes
 ) -> None:
     client.put(f"{leases._LEASES}/damaged", content)
     with Collection(client) as collection, pytest.raises(RemoteError, match="damaged' cannot be"):
@@ -193,7 +193,7 @@ def test_a_lease_that_cannot_be_read_ends_a_collection(
 
 
 def test_leases_have_a_limit_together(
-    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+    client: ConditionalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "LEASE", limits.Limit(100, 1000, 2))
     for number in range(3):
@@ -203,21 +203,21 @@ def test_leases_have_a_limit_together(
 
 
 def test_of_two_collections_that_begin_at_once_one_fails(
-    client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+    client: ConditionalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = ObjectClient.put
+    put = ConditionalClient.put
 
-    def put_second(self: ObjectClient, key: str, data: bytes) -> None:
+    def put_second(self: ConditionalClient, key: str, data: bytes) -> None:
         put(self, key, data)
         client.replace(leases._NOTE, b"of another collection", None)
 
-    monkeypatch.setattr(ObjectClient, "put", put_second)
+    monkeypatch.setattr(ConditionalClient, "put", put_second)
     with pytest.raises(StoreBusy, match="is being collected"):
         Collection(client)
 
 
 def test_a_collection_that_took_too_long_leaves_the_note_of_another(
-    client: ObjectClient, later: Later
+    client: ConditionalClient, later: Later
 ) -> None:
     with leases.Collection(client):
         later(HOUR)
@@ -226,7 +226,7 @@ def test_a_collection_that_took_too_long_leaves_the_note_of_another(
 
 
 def test_a_collection_of_half_an_hour_lets_imports_begin_when_it_ends(
-    client: ObjectClient, later: Later
+    client: ConditionalClient, later: Later
 ) -> None:
     with leases.Collection(client) as collection:
         later(HOUR / 2)

@@ -16,7 +16,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, Conflict, RemoteError, RemoteRefused
 from blobstore.manifests.reference import Reference
-from blobstore.objects import client
+from blobstore.objects import client, conditional_writes
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore, manifest_key
@@ -44,7 +44,7 @@ ANSWERS = {
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_RETRIES", {"max_retries": 0})
-    monkeypatch.setattr(client, "_PAUSE", 0)
+    monkeypatch.setattr(conditional_writes, "_PAUSE", 0)
     # The keys are in the environment; without botocore, these commands take a third of the time.
     monkeypatch.setitem(sys.modules, "botocore.session", None)
 

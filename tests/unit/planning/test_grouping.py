@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
 from blobstore.planning.grouping import BlobPlan, ExpertForm, plan_blobs, stacked_sources
+from blobstore.quantization.choose_format import Policy
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.policy import Policy
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized, Recipe, copies
 
 EXPERTS = "model.layers.0.mlp.experts"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
+from blobstore.quantization.choose_format import POLICIES, Policy, PolicyName
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.model_facts import ModelFacts
-from blobstore.quantization.policy import POLICIES, Policy, PolicyName
 
 LAYER = "model.layers.0"
 

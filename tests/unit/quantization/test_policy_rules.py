@@ -8,8 +8,8 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
+from blobstore.quantization.choose_format import Decision, Policy
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.policy import Decision, Policy
 from blobstore.quantization.policy_rules import ARCHITECTURES, GENERIC, UNIFORM, Schedule
 
 SHAPE = (64, 128)

@@ -20,7 +20,7 @@ from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core import limits
 from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.objects.client import ObjectClient
+from blobstore.objects.conditional_writes import ConditionalClient
 from blobstore.objects.store import COLD_BASES, COLD_INDEXES, ObjectStore, blob_key
 from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.transfer import pull
@@ -239,13 +239,13 @@ def test_clients_that_have_the_base_do_not_read_the_list_of_others(
     address = f"{objects.address}/policy:latest"
     publish(trainer, run, address)
     asked: list[str] = []
-    really_get = ObjectClient.get
+    really_get = ConditionalClient.get
 
-    def get(self: ObjectClient, key: str, *others: Any) -> Any:
+    def get(self: ConditionalClient, key: str, *others: Any) -> Any:
         asked.append(key.rpartition("/")[0])
         return really_get(self, key, *others)
 
-    monkeypatch.setattr(ObjectClient, "get", get)
+    monkeypatch.setattr(ConditionalClient, "get", get)
     for number in (VERSIONS - 2, VERSIONS - 3):
         store = client(tmp_path, run, number)
         with blobstore.open(address, store=store, cache="none"):
@@ -396,7 +396,7 @@ def test_a_second_push_lists_nothing_again(
 ) -> None:
     publish(trainer, run, address, range(3))
     monkeypatch.setattr(RegistryClient, "put_manifest", None)
-    monkeypatch.setattr(ObjectClient, "replace", None)
+    monkeypatch.setattr(ConditionalClient, "replace", None)
     assert push("policy:2", address, trainer, "policy:1").is_unchanged
 
 

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.quantization.choose_format import (
+    POLICIES,
+    Decision,
+    Policy,
+    PolicyName,
+    parse_override,
+)
 from blobstore.quantization.formats import FORMATS, QuantFormat
-from blobstore.quantization.policy import POLICIES, Decision, Policy, PolicyName, parse_override
 from blobstore.sources.open import open_source
 
 DATA = Path(__file__).parents[2] / "data" / "ollama"

@@ -9,7 +9,7 @@ import pytest
 import blobstore
 from blobstore.errors import Conflict
 from blobstore.objects.address import StoreAddress
-from blobstore.objects.client import ObjectClient
+from blobstore.objects.conditional_writes import ConditionalClient
 from blobstore.store.local import LocalStore
 from tests.support.google import GoogleStorage, running_google_storage
 
@@ -26,7 +26,7 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleSt
 
 @pytest.mark.usefixtures("google")
 def test_names_in_google_storage_are_replaced_by_generation() -> None:
-    client = ObjectClient(StoreAddress("gs", "bucket", "prefix"))
+    client = ConditionalClient(StoreAddress("gs", "bucket", "prefix"))
     client.replace("name", b"first", None)
     first = client.get("name", 100)
     assert first is not None
