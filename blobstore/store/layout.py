@@ -116,6 +116,10 @@ class Layout:
         ending = f"-{Digest.of(remote.encode()).hex}" if remote else ""
         return self.headers.parent / f"references-{user}{ending}"
 
+    def given_names(self, user: int) -> Path:
+        """Return the path of a user's journal of names; see :mod:`blobstore.store.spellings`."""
+        return self.headers.parent / f"references-{user}-names"
+
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""
         return self.manifests.joinpath(*reference.parts)

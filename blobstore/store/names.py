@@ -129,7 +129,7 @@ class Names:
         self._locks = locks
         self._signatures = signatures
         self._history = History(store._layout)
-        self._spellings = Spellings(store._layout.manifests)
+        self._spellings = Spellings(self._layout.manifests, self._layout.given_names(os.geteuid()))
         self.published = Published(store)
         """The manifests of names once more, to know which were lost."""
 

@@ -1,14 +1,19 @@
 """The spellings of names in folders of manifests, so that no two names differ only in case.
 
-A process that gives many names keeps what it has listed. A folder is listed again when its version has changed, unless
-this process changed it; then names that are new are added to those that were there, which takes half the time. So a name that another program adds within one tick of the clock may be missed.
+A process that gives many names keeps what it has listed, until the version of the folder changes. For changes by this
+user, a journal has the versions before and after a name was given, so that other processes need not list the folder
+again. Otherwise names that are new are added to those that were there, which takes half the time. So a name that
+another program adds within one tick of the clock may be missed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from typing import TYPE_CHECKING, Final
 
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_own, read_exactly
 from blobstore.errors import StoreError
 from blobstore.store.scan import each_name
 
@@ -17,16 +22,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_FOLDERS: Final = 64
+_MAX_BYTES: Final = 1 << 20
+"""Of the journal, which then begins again."""
 _Listed = dict[str, list[str]]
 
 
 class Spellings:
     """The names of folders of manifests, by their lower-case forms."""
 
-    def __init__(self, manifests: Path) -> None:
+    def __init__(self, manifests: Path, journal: Path) -> None:
         """List nothing yet."""
         self._manifests = manifests
-        self._known: dict[Path, tuple[FileVersion | None, _Listed, set[str]]] = {}
+        self._known: dict[str, tuple[FileVersion | None, _Listed, set[str]]] = {}
+        self._journal = journal
+        self._read = 0, 0
+        """The inode of the journal, and the bytes of it that were read."""
 
     def of(self, parts: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of hosts, namespaces, models or tags that differ from this one in case at most, sorted.
@@ -53,26 +63,67 @@ class Spellings:
 
     def note(self, parts: Sequence[str]) -> None:
         """Note that this process has just given a name, after :meth:`of` and under the same lock."""
+        lines = []
         for level, part in enumerate(parts):
-            folder = self._manifests.joinpath(*parts[:level])
+            folder = "/".join(parts[:level])
             if (known := self._known.get(folder)) is not None:
-                _, names, listed = known
-                if part not in listed:
-                    names.setdefault(part.lower(), []).append(part)
-                    listed.add(part)
-                self._known[folder] = FileVersion.of(folder), names, listed
+                version = self._version(folder)
+                self._add(folder, part, version)
+                if version != known[0]:
+                    lines.append(json.dumps([folder, part, known[0], version]) + "\n")
+        with contextlib.suppress(OSError):  # a cache
+            self._append("".join(lines).encode())
+
+    def _append(self, lines: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self._journal, flags | os.O_NONBLOCK, 0o600)
+        try:
+            os.write(descriptor, lines)
+            if os.fstat(descriptor).st_size > _MAX_BYTES:
+                self._journal.unlink()
+        finally:
+            os.close(descriptor)
+
+    def _catch_up(self) -> None:
+        """Add the names that other processes have given since the last look."""
+        with open_own(self._journal) as descriptor, contextlib.suppress(ValueError, TypeError):
+            if descriptor is None:
+                return
+            status = os.fstat(descriptor)
+            inode, begin = self._read
+            begin = begin if inode == status.st_ino and begin <= status.st_size else 0
+            lines = read_exactly(descriptor, min(status.st_size - begin, 2 * _MAX_BYTES), begin)
+            lines = lines[: lines.rfind(b"\n") + 1]  # another process may be writing the last
+            self._read = status.st_ino, begin + len(lines)
+            for folder, part, before, after in map(json.loads, lines.splitlines()):
+                known = self._known.get(folder)
+                if known is not None and known[0] == tuple(before):
+                    self._add(folder, part, FileVersion(*after))
+
+    def _add(self, folder: str, part: str, version: FileVersion | None) -> None:
+        """Add a name to a folder that was listed, and which has this version now."""
+        _, names, listed = self._known[folder]
+        if part not in listed:
+            names.setdefault(part.lower(), []).append(part)
+            listed.add(part)
+        self._known[folder] = version, names, listed
+
+    def _version(self, folder: str) -> FileVersion | None:
+        return FileVersion.of(f"{self._manifests}/{folder}")
 
     def _listed(self, parents: Sequence[str]) -> _Listed:
-        folder = self._manifests.joinpath(*parents)
-        known, names, before = self._known.get(folder, (None, {}, set[str]()))
+        folder = "/".join(parents)
         try:
             # Before the folder is listed: a change in between makes another version.
-            version = FileVersion.of(folder)
+            version = self._version(folder)
             if version is None:
                 return {}
+            if folder in self._known and self._known[folder][0] != version:
+                self._catch_up()
+            known, names, before = self._known.get(folder, (None, {}, set[str]()))
             if known == version:
                 return names
-            listed = set(each_name(folder))
+            listed = set(each_name(f"{self._manifests}/{folder}"))
         except StoreError:
             return {}
         if not before <= listed:  # some were removed

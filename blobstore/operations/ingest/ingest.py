@@ -20,7 +20,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import CreateOptions
 from blobstore.operations.create.source_names import source_name
 from blobstore.operations.ingest.executors import open_executor
-from blobstore.operations.ingest.task import Outcome, import_model
+from blobstore.operations.ingest.task import Outcome, find_present, import_model
 from blobstore.remotes.addresses import is_in_objects
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.store.local import LocalStore, StoreLike
@@ -177,6 +177,7 @@ class _Run:
 
     def results(self) -> Iterator[tuple[int, IngestedModel]]:
         """Yield the index and the result of each model as it ends."""
+        yield from self._present()
         executor = self._make()
         try:
             while self._waiting or self._suspects or self._running:
@@ -202,6 +203,16 @@ class _Run:
                     executor = self._make()
         finally:
             executor.shutdown(cancel_futures=True)
+
+    def _present(self) -> Iterator[tuple[int, IngestedModel]]:
+        """Yield the models whose names the store has, without asking a worker for each."""
+        waiting, self._waiting = self._waiting, deque()
+        for index in waiting:
+            outcome = find_present(self._items[index].name, self._target)
+            if outcome is None:
+                self._waiting.append(index)
+            else:
+                yield index, self._result(index, outcome)
 
     def _submit_some(self, executor: Executor) -> None:
         if self._suspects and not self._running:

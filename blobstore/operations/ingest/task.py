@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from functools import lru_cache
@@ -41,6 +42,14 @@ def run_task(task: Callable[..., Outcome], *args: Any) -> Outcome:
     """Run a task in a worker process, which SIGTERM ends: at once, or after the clean-up of the task."""
     with interrupts.recorded():
         return task(*args)
+
+
+def find_present(name: str, target: LocalStore | str) -> Outcome | None:
+    """Return the outcome for a name that a store has already; None if it must be imported, or is not a name."""
+    with contextlib.suppress(BlobstoreError):
+        if isinstance(target, LocalStore) and target.has_model(name):
+            return Outcome(True, 0, 0, 0.0, "", "", 0, is_final=True)
+    return None
 
 
 def import_model(

@@ -22,26 +22,34 @@ def add(folder: Path, tag: str, repository: str = "host/org/model") -> None:
     path.touch()
 
 
-def test_finds_names_in_any_case(folder: Path) -> None:
-    add(folder, "one", "host/Org/MODEL")
-    found = Spellings(folder).of(("host", "org", "model", "ONE"))
-    assert found == [("host", "Org", "MODEL", "one"), ("host", "org", "model", "One")]
-    assert Spellings(folder).of(("host", "org", "none")) == []
-    assert Spellings(folder).first_tag(("host", "org", "model")) == "One"
-    assert not Spellings(folder).has_tags(("host", "org", "none"))
+def spellings_of(folder: Path) -> Spellings:
+    return Spellings(folder, folder.with_suffix(".journal"))
 
 
-def test_lists_a_folder_again_only_after_others_changed_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the folders that are listed."""
     listed: list[str] = []
 
-    def noted(path: Path) -> list[str]:
-        listed.append(path.name)
+    def noted(path: str) -> list[str]:
+        listed.append(Path(path).name)
         return each_name(path)
 
-    monkeypatch.setattr("blobstore.store.spellings.each_name", noted)
-    found = Spellings(folder)
+    monkeypatch.setattr(spellings, "each_name", noted)
+    return listed
+
+
+def test_finds_names_in_any_case(folder: Path) -> None:
+    add(folder, "one", "host/Org/MODEL")
+    found = spellings_of(folder).of(("host", "org", "model", "ONE"))
+    assert found == [("host", "Org", "MODEL", "one"), ("host", "org", "model", "One")]
+    assert spellings_of(folder).of(("host", "org", "none")) == []
+    assert spellings_of(folder).first_tag(("host", "org", "model")) == "One"
+    assert not spellings_of(folder).has_tags(("host", "org", "none"))
+
+
+def test_lists_a_folder_again_only_after_others_changed_it(folder: Path, listed: list[str]) -> None:
+    found = spellings_of(folder)
     assert found.of(("host", "org", "model", "new")) == []
     assert listed == [folder.name, "host", "org", "model"]
     add(folder, "new")
@@ -59,8 +67,66 @@ def test_lists_a_folder_again_only_after_others_changed_it(
 
 
 def test_keeps_a_bounded_number_of_folders(folder: Path) -> None:
-    found = Spellings(folder)
+    found = spellings_of(folder)
     for number in range(3 * spellings._MAX_FOLDERS):
         add(folder, "tag", f"host/org/model{number}")
         assert found.has_tags(("host", "org", f"model{number}"))
     assert len(found._known) <= spellings._MAX_FOLDERS
+
+
+def test_names_that_other_processes_give_are_not_listed(folder: Path, listed: list[str]) -> None:
+    repository = ("host", "org", "model")
+    one, other = spellings_of(folder), spellings_of(folder)
+    assert one.of((*repository, "a")) == other.of((*repository, "a")) == []
+    listed.clear()
+    for number in range(3):
+        for own, its in ((one, other), (other, one)):
+            tag = f"New{number}-{id(own)}"
+            assert own.of((*repository, tag)) == []
+            add(folder, tag)
+            own.note((*repository, tag))
+            assert its.of((*repository, tag.upper())) == [(*repository, tag)]
+    assert listed == []
+    (folder / "host/org/model/One").unlink()
+    assert one.of((*repository, "one")) == []
+    assert listed == ["model"], "the journal does not lead to this version"
+
+
+@pytest.mark.parametrize(
+    "journal", [b"", b"\xff\n", b"{}\n", b'["host/org/model", "x", 1, 2]\n', None]
+)
+def test_a_folder_is_listed_if_the_journal_is_damaged(
+    folder: Path, listed: list[str], journal: bytes | None
+) -> None:
+    repository = ("host", "org", "model")
+    one, other = spellings_of(folder), spellings_of(folder)
+    assert one.of((*repository, "a")) == other.of((*repository, "a")) == []
+    listed.clear()
+    add(folder, "new")
+    other.note((*repository, "new"))
+    path = folder.with_suffix(".journal")
+    if journal is None:
+        path.chmod(0o666)
+    else:
+        path.write_bytes(journal)
+    assert one.of((*repository, "NEW")) == [(*repository, "new")]
+    assert listed == ["model"]
+
+
+def test_a_long_journal_begins_again(
+    folder: Path, listed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spellings, "_MAX_BYTES", 1000)
+    repository = ("host", "org", "model")
+    one, other = spellings_of(folder), spellings_of(folder)
+    one.of((*repository, "a"))
+    sizes = []
+    for number in range(20):
+        other.of((*repository, "a"))
+        add(folder, f"tag{number}")
+        other.note((*repository, f"tag{number}"))
+        path = folder.with_suffix(".journal")
+        sizes.append(path.stat().st_size if path.exists() else 0)
+    assert 0 in sizes
+    assert max(sizes) <= 1000
+    assert one.of((*repository, "TAG19")) == [(*repository, "tag19")]

@@ -19,6 +19,7 @@ from blobstore.errors import MissingLibrary, RemoteError, UsageError
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.ingest import executors
 from blobstore.operations.ingest.ingest import IngestedModel, Item, ingest, read_list
+from blobstore.operations.ingest.task import Outcome, import_model
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 
@@ -108,10 +109,20 @@ def test_every_engine_makes_the_store_that_single_imports_make(
     assert blobstore.gc(store=store, older_than=0).blobs == ()
 
 
-def test_a_repeated_run_imports_what_is_missing(items: list[Item], store: LocalStore) -> None:
+def test_a_repeated_run_imports_what_is_missing(
+    items: list[Item], store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingest(items[:4], store, executor="threads:2")
+    tasks: list[str] = []
+
+    def noted(source: str, name: str, *rest: Any) -> Outcome:
+        tasks.append(name)
+        return import_model(source, name, *rest)
+
+    monkeypatch.setattr("blobstore.operations.ingest.ingest.import_model", noted)
     found = ingest(items, store, executor="threads:2")
     assert [model.is_present for model in found] == [True] * 4 + [False] * 2
+    assert sorted(tasks) == [item.name for item in items[4:]]
 
 
 def test_models_go_to_object_storage(
