@@ -220,6 +220,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
             stream.reconfigure(errors="backslashreplace")
     _raise_descriptor_limit()
+    # What this program starts must find no modules in the working directory, which may be a stranger's model.
+    os.environ["PYTHONSAFEPATH"] = "1"
     progress.listen(progress_bar)
     try:
         program(prog_name="blobstore")

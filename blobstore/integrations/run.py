@@ -56,6 +56,7 @@ def run_model(
     root = str(LocalStore.of(store).root)
     command = [
         sys.executable,
+        "-P",  # the working directory may be a stranger's model
         "-m",
         "blobstore",
         "run",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = "10s"
 _SIGNALS_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+_SAFE_PATH = "PYTHONSAFEPATH"
 _LOCAL = re.compile(r"(threads|processes)(?::(\d{1,4}))?")
 
 
@@ -70,10 +71,15 @@ class _Processes(ProcessPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start a task. Signals of the terminal do not reach the workers: this process asks them to end."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_TERMINALS)
+        safe = os.environ.get(_SAFE_PATH)
+        # A worker gets the places of modules from this process. Until then, it must look into no folder of models.
+        os.environ[_SAFE_PATH] = "1"
         try:
             return super().submit(run_task, fn, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if safe is None:
+                del os.environ[_SAFE_PATH]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks, or stop them: a signal to this process alone does not reach the workers."""

@@ -23,6 +23,18 @@ def test_an_engine_runs_functions(name: str) -> None:
         assert executor.submit(os.path.basename, "a/b").result() == "b"
 
 
+def looks_into_no_folder() -> bool:
+    return sys.flags.safe_path
+
+
+@pytest.mark.slow
+def test_workers_find_no_modules_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with open_executor("processes:1") as make, make() as executor:
+        assert executor.submit(looks_into_no_folder).result()
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
 def test_imports_on_threads_stop_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
     with open_executor("threads:1") as make, make() as executor:
