@@ -97,6 +97,7 @@ def command(
     ~/.cache/blobstore/run; for these, a frozen model is thawed first, unless its files are GGUF. The
     server gets each ARGUMENT after "--", such as --port 9000.
     """
+    from blobstore.operations.sign.require_trust import require_trust
     from blobstore.store.local import LocalStore
 
     if out.is_json and not dry_run:
@@ -105,6 +106,7 @@ def command(
         )
     model, store = arguments.model(store, name), LocalStore.to_read(store)
     manifest = store.resolve(model)  # an error of ours is clearer than one of the server
+    require_trust(store, model, store.read_manifest(model))
     folder = _folder(store, model)
     gguf = llama_cpp.gguf_files(store, manifest, folder or Path())
     if chosen is None and not gguf:

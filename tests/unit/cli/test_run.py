@@ -72,6 +72,34 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", fail)
 
 
+def test_code_of_the_folder_where_a_server_is_started_does_not_run(
+    stored: LocalStore, tmp_path: Path
+) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('code of a stranger')")
+    server = 'exec "$PYTHON" -m argparse'  # as the server's own programs are started
+    variables = install("vllm", tmp_path, server)
+    program = "import sys; from blobstore.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, "run", "dense", "--with", "vllm"],
+        env=environment(PYTHON=sys.executable, **variables),
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert b"vllm will serve" in done.stderr
+    assert b"stranger" not in done.stderr
+
+
+def test_a_model_that_the_policy_refuses_is_not_run(stored: LocalStore, tmp_path: Path) -> None:
+    pin = "sha256:" + "0" * 64
+    rule = f'[[rules]]\nmatch = "*"\naction = "enforce"\npins = ["{pin}"]\n'
+    stored.policy_path.write_text("version = 1\n" + rule)
+    done = run_forked("run", "dense", "--with", "vllm", **install("vllm", tmp_path, "echo started"))
+    assert done.returncode == 1
+    assert b"the policy refuses" in done.stderr
+    assert not done.stdout
+
+
 @needs_server
 @pytest.mark.usefixtures("no_home", "stored")
 def test_a_server_that_reads_the_store_needs_no_home_folder() -> None:
