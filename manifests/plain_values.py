@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _SIGN: Final = "$"
 _MIN, _MAX = -(2**63), 2**64 - 1
 """Integers beyond these are written as text, because many programs cannot read them from JSON."""
+_MAX_COLLISIONS: Final = 100
+"""Different keys of one hash in a dict or set that is read."""
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SCALARS = (type(None), bool, int, float, str, complex, bytes)
 _GROUPS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
@@ -97,9 +99,12 @@ def decode(value: Any, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
     name = key.removeprefix(_SIGN)
     try:
         if name in _GROUPS:
-            return _GROUPS[name](decode(one, kinds) for one in content)
+            members = [decode(one, kinds) for one in content]
+            return _GROUPS[name](members if name == "tuple" else _spread(members))
         if name in _MAPPINGS:
-            return _MAPPINGS[name]({decode(key, kinds): decode(one, kinds) for key, one in content})
+            keys = _spread([decode(key, kinds) for key, _ in content])
+            pairs = zip(keys, (decode(one, kinds) for _, one in content), strict=True)
+            return _MAPPINGS[name](dict(pairs))
         read = {own: how.read for own, how in kinds.values()} | dict(_READERS)
         return read[name](content)
     except (
@@ -111,6 +116,17 @@ def decode(value: Any, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
         ArithmeticError,
     ) as error:
         raise ValueError(f"no value of the kind {quote(name)}: {quote(error)}") from None
+
+
+def _spread(keys: list[Any]) -> list[Any]:
+    """Return the keys of a dict or set. Raises ValueError if many have one hash, so that making it would take long.
+
+    Each is looked up among all others of its hash. Hashes of texts have a random seed, and those of numbers have none.
+    """
+    counts = Counter(str(hash(key)) for key in keys)
+    if max(counts.values(), default=0) > _MAX_COLLISIONS:
+        raise ValueError("too many keys have the same hash")
+    return keys
 
 
 @contextlib.contextmanager

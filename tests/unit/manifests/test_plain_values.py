@@ -134,6 +134,13 @@ def test_other_json_is_refused(value: Any) -> None:
         decode(value, {})
 
 
+@pytest.mark.parametrize("name", ["set", "frozenset", "dict", "OrderedDict", "Counter"])
+def test_keys_that_are_chosen_to_collide_are_refused(name: str) -> None:
+    keys = [{"$int": hex(number * (2**61 - 1))} for number in range(1, 200)]
+    with pytest.raises(ValueError, match="same hash"):
+        decode({f"${name}": keys if "set" in name else [[key, 0] for key in keys]}, {})
+
+
 def test_libraries_have_kinds_of_their_own() -> None:
     kinds: dict[type, tuple[str, Kind]] = {
         range: ("range", Kind(lambda value: [value.start, value.stop], lambda v: range(*v)))
