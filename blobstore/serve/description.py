@@ -61,7 +61,7 @@ _PREFIXES: Final = {
 _CONFIG: Final = ("architectures", "model_type", "auto_map", "quantization_config")
 _MAX_TEXT: Final = 500
 _MAX_PART: Final = 16 << 10
-"""Bytes of the tags of a description, of the fields of its card, and of those of its config: lists have thousands."""
+"""Bytes of the tags of a description, of its parameters, and of the fields of its card and config: lists have thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,13 @@ class Description:
             _kept_tags(_listed(info.get("tags"))),
             {},
             _chosen(config if isinstance(config, dict) else {}),
-            {
-                name: count
-                for name, count in (counts.items() if isinstance(counts, dict) else ())
-                if _text(name) and type(count) is int and 0 <= count < 2**53
-            },
+            _within(
+                {
+                    name: count
+                    for name, count in (counts.items() if isinstance(counts, dict) else ())
+                    if _text(name) and type(count) is int and 0 <= count < 2**53
+                }
+            ),
         )
 
     def fields(self) -> dict[str, Any]:

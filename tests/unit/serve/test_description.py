@@ -117,3 +117,9 @@ def test_a_description_is_small_whatever_a_card_and_a_config_have() -> None:
     assert found.card["field0"] == "x" * 480
     assert found.card["license"] == "mit"  # small ones fit after large ones
     assert [*found.config] == ["architectures"]
+
+
+def test_of_the_types_that_an_upstream_states_few_are_kept() -> None:
+    types = {f"T{number}": number for number in range(100_000)}
+    found = Description.from_info({"safetensors": {"parameters": types}})
+    assert len(json.dumps(found.fields())) < 20 << 10
