@@ -77,7 +77,7 @@ TOP_LEVEL = {
 # A file outside of tests and documents that is larger than this was not written by hand.
 LARGE_BYTES = 200_000
 # What creates files, and why the paths of these cannot be inside a store: all others check that.
-CREATORS = {"replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
+CREATORS = {"open_to_append", "replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
 WRITES_ELSEWHERE = {
     "blobstore/integrations/small_files.py": "a new temporary folder",
     "blobstore/integrations/torch_checkpoint/export.py": "a new temporary folder",

@@ -148,11 +148,34 @@ def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:
     return descriptor, status.st_size
 
 
+def open_shared(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of a folder that others may write to: neither through a link, nor a pipe, which would wait.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+        BlobstoreError: it is a folder, device or pipe.
+    """
+    return check_regular(os.open(path, flags | _OWN_FLAGS, mode), path)[0]
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file of this user alone, after the bytes that it has. What else is there is replaced. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND
+    with contextlib.suppress(OSError, BlobstoreError):
+        descriptor = open_shared(path, flags)
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and status.st_nlink == 1:
+            return descriptor
+        os.close(descriptor)
+    path.unlink(missing_ok=True)
+    return open_shared(path, flags | os.O_CREAT | os.O_EXCL)
+
+
 @contextlib.contextmanager
 def open_own(path: Path, access: int = os.O_RDONLY) -> Iterator[int | None]:
     """Open a cache for a block if this user alone can write it; otherwise give None."""
     try:
-        descriptor, _ = check_regular(os.open(path, access | _OWN_FLAGS), path)
+        descriptor = open_shared(path, access)
     except (OSError, BlobstoreError):
         yield None
         return

@@ -54,7 +54,7 @@ class Folder:
             BlobstoreError: it is a folder, device, pipe or socket.
         """
         flags = OPEN_FLAGS | os.O_NOFOLLOW
-        descriptor = self._at(name, lambda last, at: os.open(last, flags, dir_fd=at))
+        descriptor = self.at(name, lambda last, at: os.open(last, flags, dir_fd=at))
         return check_regular(descriptor, self.path / name)
 
     def open_path(self, path: Path) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class Folder:
 
     def status(self, name: str) -> os.stat_result:
         """Return the status of a file or folder. Raises OSError, SourceError."""
-        return self._at(name, _status)
+        return self.at(name, _status)
 
     def names(self, name: str = "") -> list[str]:
         """Return the names in the folder, or in a folder below it, sorted. Raises OSError, SourceError."""
@@ -115,15 +115,15 @@ class Folder:
 
     def _open_folder(self, name: str) -> int:
         flags = _FOLDER_FLAGS | os.O_NOFOLLOW
-        return self._at(name, lambda last, at: os.open(last, flags, dir_fd=at))
+        return self.at(name, lambda last, at: os.open(last, flags, dir_fd=at))
 
     def _opened(self) -> int:
         if self._descriptor is None:
             self._descriptor = os.open(self._boundary or self.path, _FOLDER_FLAGS)
         return self._descriptor
 
-    def _at(self, name: str, act: Callable[[str, int], _T]) -> _T:
-        """Call ``act`` with the last part of a name and the descriptor of the folder that it is in."""
+    def at(self, name: str, act: Callable[[str, int], _T]) -> _T:
+        """Call ``act`` with the last part of a name and the descriptor of the folder that it is in. Raises OSError."""
         try:
             if self._boundary is None:
                 return self._walk(name, act)

@@ -11,6 +11,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import escape, quote
+from blobstore.core.files import open_to_append
 from blobstore.errors import DamagedSource
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def fetch(
     def read(begin: int) -> Generator[bytes, None, None]:
         return client.pieces(repository, commit, file.name, begin, file.size)
 
-    with part.open("ab") as stream:
+    with open(open_to_append(part), "ab") as stream:  # noqa: PTH123 - a descriptor
         if (count := stream.tell()) > file.size:
             count = stream.truncate(0)
         pool.report(count, what)

@@ -21,6 +21,7 @@ from blobstore.core.files import (
     FileState,
     FileVersion,
     give_to_owner,
+    open_shared,
     read_regular,
     sync_folder,
     write_all,
@@ -108,8 +109,7 @@ class ColdIndex:
         ]
         if not entries:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o666)
+        descriptor = open_shared(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             give_to_owner(self.path)
             is_new = os.fstat(descriptor).st_size == 0

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
-from blobstore.core.files import give_to_owner, make_folders, read_exactly
+from blobstore.core.escape import quote
+from blobstore.core.files import give_to_owner, make_folders, open_shared, read_exactly
 from blobstore.core.fork import NOT_INHERITED
 from blobstore.core.workers import Cancelled
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.store.locks import FIRST_PAUSE, try_lock
 from blobstore.store.scan import is_folder
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 _NUMBERS = itertools.count()
 """The last parts of the names of temporary files."""
 _LINE = len(Digest("0" * 64).hex) + 1
+_MAX_SIZE = 256 << 20
+"""Bytes of the largest lease, which holds four million blobs."""
 
 
 class Lease:
@@ -210,12 +214,21 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
             continue
         with contextlib.suppress(FileNotFoundError):  # a lease can end at any time
             # A link or a pipe with the name of a lease must not make gc read elsewhere, or wait.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                descriptor = open_shared(path, os.O_RDONLY)
+            except BlobstoreError:  # no process writes to it
+                leases.dead[path] = set()
+                continue
             try:
                 # A living process keeps its lease locked, so a lock that is free belongs to a dead
                 # one.
                 is_dead = try_lock(descriptor, fcntl.LOCK_SH, layout.root)
-                data = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
+                size = os.fstat(descriptor).st_size
+                if size > _MAX_SIZE and not is_dead:
+                    raise StoreError(
+                        f"the lease {quote(path)} has {size} bytes", advice="remove it"
+                    )
+                data = read_exactly(descriptor, size, 0) if size <= _MAX_SIZE else b""
             finally:
                 os.close(descriptor)
             lines = data.splitlines(keepends=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import give_to_owner, make_folders
+from blobstore.core.files import give_to_owner, make_folders, open_shared
 from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.scan import is_folder
@@ -80,12 +80,12 @@ class Locks:
         self, kind: int, importer: Import | None = None, *, is_created: bool = True
     ) -> Iterator[None]:
         # NFS requires a file to be open for writing for an exclusive lock.
-        flags = os.O_CLOEXEC | (os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY)
+        flags = os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY
         if is_created:
             self._make(self._layout.lock.parent)
             flags |= os.O_CREAT
         # Each user of the store must be able to lock the file, as far as the umask allows.
-        descriptor = os.open(self._layout.lock, flags, 0o666)
+        descriptor = open_shared(self._layout.lock, flags)
         if is_created:
             give_to_owner(self._layout.lock)
         process = os.getpid()

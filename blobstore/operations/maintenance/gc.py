@@ -28,6 +28,7 @@ from blobstore.core import interrupts
 from blobstore.core.arguments import seconds_of
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, allocated, is_there, sync_folder
+from blobstore.core.untrusted_folder import Folder
 from blobstore.errors import BlobDamaged, ImplausibleGarbage
 from blobstore.operations.maintenance.collected import Collected, KeptBlob, Removed
 from blobstore.operations.maintenance.lost_manifests import GRACE, age_of, implausible, promise_of
@@ -52,10 +53,13 @@ from blobstore.store.scan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
+    from typing import TypeVar
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.collected import Reason
+
+    Result = TypeVar("Result")
 
 PARTIAL_GRACE: Final = 7 * 86400.0
 """The same for unfinished downloads, which the next pull of the model continues."""
@@ -172,6 +176,7 @@ class _Collection:
         self, store: LocalStore, older_than: float | None, *, dry_run: bool, force: bool = False
     ) -> None:
         self._store = store
+        self._root = Folder(store.root)
         self._force = force
         self.older_than = GRACE if older_than is None else older_than
         self._partial_age = PARTIAL_GRACE if older_than is None else older_than
@@ -505,7 +510,8 @@ class _Collection:
     def _remove_downloads(self, folder: Path) -> Iterator[Removed]:
         """Remove old files that no process fetches any more: one that does has locked their folder."""
         try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = self._at(folder, lambda last, at: os.open(last, flags, dir_fd=at))
         except FileNotFoundError:
             return
         try:
@@ -519,7 +525,7 @@ class _Collection:
                 # A server that starts now has opened the folder of arrivals, and will lock it.
                 if inner != str(self._store.folder("arrivals")):
                     with contextlib.suppress(OSError):  # it has files that are young
-                        Path(inner).rmdir()
+                        self._at(Path(inner), lambda last, at: os.rmdir(last, dir_fd=at))
         finally:
             os.close(descriptor)
 
@@ -554,15 +560,25 @@ class _Collection:
                     Path(folder).rmdir()
                 yield Path(folder).relative_to(self._store.root)
 
+    def _at(self, path: Path, act: Callable[[str, int], Result]) -> Result:
+        """Call ``act`` with a name in the store and the open folder that it is in, to which no link leads. Raises OSError.
+
+        Another user may set a link in place of a folder at any time, and what is behind it is not the store's.
+        """
+        return self._root.at(str(path.relative_to(self._store.root)), act)
+
     def _remove(self, path: Path, size: int) -> Removed:
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder:  # of an import that was killed
             size = sum(entry.stat(follow_symlinks=False).st_size for entry in walk_files(path))
         if not self._is_dry:
-            if is_folder:
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove: Callable[[str, int], None] = (
+                (lambda last, at: shutil.rmtree(last, dir_fd=at))
+                if is_folder
+                else (lambda last, at: os.unlink(last, dir_fd=at))
+            )
+            with contextlib.suppress(FileNotFoundError):
+                self._at(path, remove)
         return Removed(path.relative_to(self._store.root), size)
 
 

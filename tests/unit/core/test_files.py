@@ -22,6 +22,7 @@ from blobstore.core.files import (
     is_there,
     make_folders,
     open_regular,
+    open_to_append,
     read_ahead,
     read_exactly,
     read_regular,
@@ -398,3 +399,22 @@ def test_a_file_keeps_its_state_when_it_is_linked(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert before.state == after.state == FileState.of(path)
+
+
+@pytest.mark.parametrize("kind", ["own", "link", "pipe", "second name", "nothing"])
+def test_only_a_file_of_this_user_alone_is_continued(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "part", tmp_path / "other"
+    other.write_bytes(b"precious")
+    if kind == "own":
+        path.write_bytes(b"begin")
+    elif kind == "link":
+        path.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "second name":
+        path.hardlink_to(other)
+    descriptor = open_to_append(path)
+    os.write(descriptor, b" end")
+    os.close(descriptor)
+    assert path.read_bytes() == (b"begin end" if kind == "own" else b" end")
+    assert other.read_bytes() == b"precious"

@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileState, FileVersion
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, StoreError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance import gc as collect
@@ -208,3 +208,16 @@ def test_entries_are_durable_before_cold_blobs_get_their_names(
     freeze_models(["a"], store=store)
     assert seen == [True]
     assert store.cold_files()
+
+
+def test_a_link_in_place_of_the_index_is_not_written_through(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"precious")
+    store.cold_index.path.unlink()
+    store.cold_index.path.symlink_to(other)
+    add_blobs(store, "more", {"x": layer("x", tuned(11, 1))})
+    with pytest.raises(StoreError, match="symbolic links"):
+        freeze_models(["more"], store=store, base="base")
+    assert other.read_bytes() == b"precious"

@@ -12,7 +12,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.fork import NOT_INHERITED
-from blobstore.errors import StoreBusy
+from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.leases import JoinedLease, Lease
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -125,6 +125,18 @@ def test_a_pipe_among_the_leases_is_not_waited_for(store: LocalStore) -> None:
     pipe = store.folder("leases") / "1-a"
     os.mkfifo(pipe)
     assert store.read_leases() == ({}, {pipe: set()})
+
+
+def test_a_lease_without_an_end_takes_no_memory(store: LocalStore) -> None:
+    store.folder("leases").mkdir(parents=True)
+    sparse = store.folder("leases") / "1-a"
+    sparse.touch()
+    os.truncate(sparse, 2**40)
+    assert store.read_leases() == ({}, {sparse: set()})
+    with sparse.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # by a process that lives
+        with pytest.raises(StoreError, match="has 1099511627776 bytes; remove it"):
+            store.read_leases()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled
-from blobstore.errors import StoreBusy, StoreError
+from blobstore.errors import BlobstoreError, StoreBusy, StoreError
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.locking import closing_store, holder
@@ -176,3 +176,17 @@ def test_a_pickled_store_has_the_same_locks(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
     with again.exclusive_lock(), pytest.raises(StoreBusy):
         store._locks.shared().__enter__()
+
+
+def test_a_pipe_or_link_in_place_of_the_lock_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    lock = store.root / ".blobstore" / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.unlink(missing_ok=True)
+    os.mkfifo(lock)
+    with pytest.raises(BlobstoreError, match="is not a regular file"):
+        store._locks.shared().__enter__()
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        store._locks.shared().__enter__()
+    assert not (tmp_path / "elsewhere").exists()

@@ -800,3 +800,36 @@ def test_removes_old_notes_of_uploads_that_no_process_continues(store: LocalStor
     assert age() == {"lock", "registry"}
     collect_garbage(store=store)
     assert age() == {"registry"}
+
+
+@pytest.mark.parametrize("name", ["temporary", "partial", "bases", "headers", "remotes"])
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_nothing_is_removed_through_a_link_in_place_of_a_folder(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, is_swapped: bool
+) -> None:
+    add_blobs(store, "a", {"x": b"x"})
+    outside, place = tmp_path / "outside", store.folder(name)
+    for folder in (outside, place):
+        (folder / "deep").mkdir(parents=True, exist_ok=True)
+        for file in ("upload-1", ".a", "b", "deep/c"):
+            (folder / file).write_bytes(b"")
+            os.utime(folder / file, (1, 1))
+    there = everything(LocalStore(outside))
+    remove = collect._Collection._remove
+
+    def swap(*_: object) -> None:
+        place.rename(tmp_path / "away")
+        place.symlink_to(outside)
+
+    def swapped(self: Any, path: Path, size: int) -> Removed:
+        if path.parent == place and not place.is_symlink():
+            swap()
+        return remove(self, path, size)
+
+    if is_swapped:
+        monkeypatch.setattr(collect._Collection, "_remove", swapped)
+    else:
+        swap()
+    with pytest.raises(StoreError, match="Not a directory"):
+        collect_garbage(store=store, older_than=0)
+    assert everything(LocalStore(outside)) == there
