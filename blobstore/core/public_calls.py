@@ -60,10 +60,9 @@ _REPLACING: Final = {"create", "create_all", "save"}
 _ATTRIBUTES: Final = {
     **dict.fromkeys(("size", "bytes"), "nbytes"),
     **dict.fromkeys(("id", "hash", "sha256"), "digest"),
-    **dict.fromkeys(("shapes", "dtypes", "shape", "dtype"), "specs"),
+    **dict.fromkeys(("shapes", "dtypes", "shape", "dtype", "info"), "specs"),
 }
 """What other libraries call the attributes of a model."""
-_FILTER: Final = "filter what it returns, for example with fnmatch"
 
 
 def no_attribute(owner: object, name: str, functions: Collection[str] = ()) -> AttributeError:
@@ -168,8 +167,6 @@ def _wrong_call(
             return _no_argument(name, word, parameters)
     if len(args) > len(places):
         extra = args[len(places)]
-        if isinstance(extra, str) and not set("*?[").isdisjoint(extra):
-            return InvalidCall(f"{name}() takes no glob: {quote(extra)}", advice=_FILTER)
         if places == ["references"] and all(
             isinstance(one, str) and one[:1] not in "./~" for one in args
         ):

@@ -29,8 +29,8 @@ class Sample:
     length: int
 
     @classmethod
-    def parse(cls, text: str) -> Sample:
-        """Return the sample that a text spells, such as ``5%`` or ``2/7``.
+    def parse(cls, text: str | float) -> Sample:
+        """Return the sample that a text spells, such as ``5%`` or ``2/7``; 0.05 is 5 % too.
 
         A percentage begins anywhere, so it chooses other blobs each time. The parts ``1/7`` to ``7/7`` are
         all blobs together.
@@ -38,7 +38,8 @@ class Sample:
         Raises:
             UsageError: the share is not above 0 and at most 100 %, or the text spells neither form.
         """
-        match = _SPELLING.fullmatch(str(text).strip())  # a caller may pass a number
+        spelled = f"{text:%}" if isinstance(text, float) else str(text).strip()
+        match = _SPELLING.fullmatch(spelled)
         if match and match["percent"] and 0 < (percent := float(match["percent"])) <= 100:
             return cls(random.randrange(_PLACES), round(percent / 100 * _PLACES))  # noqa: S311 - no secret
         if match and match["part"] and 1 <= (part := int(match["part"])) <= int(match["parts"]):

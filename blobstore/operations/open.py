@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.errors import RemoteError, StoreError
+    from blobstore.manifests.reference import Names
     from blobstore.models.read_strategy import Read
     from blobstore.remotes.remote_store import RemoteStore
     from blobstore.signatures.policy import Verdict
@@ -206,22 +207,26 @@ class LocalStore(local.LocalStore):
 
     def list(
         self,
+        references: Names = (),
         *,
         read_sources: bool = False,
         read_metrics: bool = False,
         on_error: Callable[[StoreError], object] | None = None,
     ) -> tuple[ListedModel, ...]:
-        """Return all models of the store, sorted by name, as :func:`blobstore.list`.
+        """Return models of the store, sorted by name, as :func:`blobstore.list`.
 
         Args:
+            references: the models, by name or glob; none means all.
             read_sources: read what the models were imported from too.
             read_metrics: read the metrics of the models too.
             on_error: called with the error of each folder of manifests that cannot be read.
 
         Raises:
+            ModelNotFound: a model in ``references`` does not exist.
             StoreError: the store is not a folder or cannot be read.
         """
         return list_models(
+            references,
             store=self,
             read_sources=read_sources,
             read_metrics=read_metrics,

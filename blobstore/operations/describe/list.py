@@ -19,6 +19,7 @@ from blobstore.operations.sign.require_trust import policy_keys
 from blobstore.store.catalog import Catalog, read_some
 from blobstore.store.holdings import Holdings
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import named_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.errors import BlobstoreError
-    from blobstore.manifests.reference import Reference
+    from blobstore.manifests.reference import Names, Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.sign.report import CheckedSignature
     from blobstore.store.catalog import CatalogEntry
@@ -70,6 +71,7 @@ class ListedModel:
 
 
 def list_models(
+    references: Names = (),
     *,
     store: StoreLike = None,
     read_sources: bool = False,
@@ -77,11 +79,12 @@ def list_models(
     read_metrics: bool = False,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[ListedModel, ...]:
-    """Return all models of a store, sorted by name. Returns none if the store does not exist.
+    """Return models of a store, sorted by name. Returns none if the store does not exist.
 
     A manifest that cannot be read is listed with its error.
 
     Args:
+        references: the models; none means all of the store.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         read_sources: read what the models were imported from too.
         read_signatures: read who signed the models too.
@@ -90,17 +93,24 @@ def list_models(
             skipped; by default the first of these errors is raised.
 
     Raises:
+        ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.
     """
+    store = LocalStore.of(store)
+    names = frozenset(named_models(store, references))
     chosen = choose_models(
-        LocalStore.of(store),
+        store,
+        lambda reference, _: not names or reference in names,
         read_shared=True,
         read_sources=read_sources,
         read_signatures=read_signatures,
         read_metrics=read_metrics,
         on_error=on_error,
     )
-    return tuple(chosen.models)
+    models = tuple(chosen.models)
+    for name in names - {model.reference for model in models}:
+        store.read_manifest(name)  # there is none
+    return models
 
 
 class ChosenModels(NamedTuple):

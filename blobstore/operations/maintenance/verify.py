@@ -101,7 +101,7 @@ def verify_models(
     *,
     store: StoreLike = None,
     quick: bool = False,
-    sample: str | None = None,
+    sample: str | float | None = None,
     rate: float | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -122,8 +122,8 @@ def verify_models(
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         quick: check sizes and headers only, and the content of the config and other files that must
             be parsed anyway.
-        sample: the blobs to hash; the others are checked as by ``quick``. ``"5%"`` chooses other blobs each
-            time, ``"2/7"`` the second of seven parts.
+        sample: the blobs to hash; the others are checked as by ``quick``. ``"5%"``, or 0.05, chooses other
+            blobs each time, ``"2/7"`` the second of seven parts.
         rate: the most bytes per second to read, by all threads together.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.

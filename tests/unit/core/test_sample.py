@@ -15,8 +15,9 @@ def test_each_digest_is_in_one_part(parts: int) -> None:
     assert all(sum(one in sample for sample in samples) == 1 for one in DIGESTS + EDGES)
 
 
-def test_a_percentage_is_that_share_and_other_blobs_each_time() -> None:
-    samples = [{one for one in DIGESTS if one in Sample.parse("5%")} for _ in range(8)]
+@pytest.mark.parametrize("share", ["5%", 0.05])
+def test_a_share_is_one_of_other_blobs_each_time(share: str | float) -> None:
+    samples = [{one for one in DIGESTS if one in Sample.parse(share)} for _ in range(8)]
     assert all(40 < len(sample) < 170 for sample in samples)
     assert len(set(map(frozenset, samples))) > 1
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import InvalidManifest, StoreError
+from blobstore.errors import InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.list import list_models
@@ -46,6 +46,11 @@ def test_steps_are_listed_in_their_order(store: LocalStore, tmp_path: Path) -> N
     names = ["run:step-5", "run:step-5.state", "run:step-10"]
     assert [model.name for model in list_models(store=store)] == names
     assert [str(name) for name in store.tags(Reference.parse("run"))] == names
+    assert [model.name for model in list_models("*.state", store=store)] == names[1:2]
+    assert [model.name for model in list_models([names[2], "r*5"], store=store)] == names[::2]
+    for absent in ("x*", [names[0], "run:step-7"]):
+        with pytest.raises(ModelNotFound):
+            list_models(absent, store=store)
 
 
 def test_a_blob_used_twice_by_one_model_is_not_shared(store: LocalStore) -> None:
