@@ -25,6 +25,7 @@ from blobstore.integrations.torch_checkpoint.windows import (
 from blobstore.manifests.plain_values import depth_checked, encode
 from blobstore.manifests.step_record import stored_name
 from blobstore.models.plain_torch_values import KINDS
+from blobstore.operations.create.step import unread
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Part
-    from blobstore.operations.create.step import StepPlan
+    from blobstore.operations.create.step import Read, StepPlan
     from blobstore.planning.grouping import BlobPlan
 
 
@@ -64,15 +65,15 @@ class RankTask:
     """What each rank has of the tensors that this rank owns, in the order in which it is sent."""
 
 
-def specs_of(plans: Sequence[SavePlan]) -> dict[str, TensorSpec]:
-    """Return the tensors of a state by key. Raises UnsupportedSource."""
-    found: dict[str, TensorSpec] = {}
+def tensors_of(plans: Sequence[SavePlan]) -> dict[str, tuple[TensorSpec, Read]]:
+    """Return the tensors of a state by key, for a :class:`StepPlan`. Raises UnsupportedSource."""
+    found: dict[str, tuple[TensorSpec, Read]] = {}
     for item in (item for plan in plans for item in plan.items):
         key, data = item.index.fqn, item.tensor_data
         if data is not None and key not in found:
             whole = torch.empty(data.size, dtype=data.properties.dtype, device="meta")
             try:
-                found[key] = spec_of(key, whole)
+                found[key] = spec_of(key, whole), unread
             except KeyError:
                 raise UnsupportedSource(
                     f"tensor {quote(key)} is of type {whole.dtype}, which a store does not have",

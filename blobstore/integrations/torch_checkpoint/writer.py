@@ -22,7 +22,7 @@ from blobstore.core.escape import quote
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree
-from blobstore.integrations.torch_checkpoint.layout import RankState, plan_tasks, specs_of
+from blobstore.integrations.torch_checkpoint.layout import RankState, plan_tasks, tensors_of
 from blobstore.integrations.torch_checkpoint.rank import Rank, Remembered
 from blobstore.integrations.torch_checkpoint.staging import Staging
 from blobstore.manifests.reference import Reference
@@ -176,8 +176,8 @@ class StoreWriter(StorageWriter, AsyncStager):
                 "plans that are cached have no import to join",
                 advice="use a planner without enable_plan_caching",
             )
-        specs = specs_of(plans)
-        step = StepPlan(specs, model=self._model, files=self._files, metrics=self.metrics)
+        tensors = tensors_of(plans)
+        step = StepPlan(tensors, model=self._model, files=self._files, metrics=self.metrics)
         ingest = self._opened.begin(step, self._named)
         self._plan = step
         folder, previous = self._opened.blobs.machine_folder, self._before.token

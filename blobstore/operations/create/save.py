@@ -25,7 +25,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import encode_state, take_tensors
 from blobstore.objects.address import is_address
 from blobstore.operations.create.create import import_source
-from blobstore.operations.create.step import METADATA, save_step, step_source
+from blobstore.operations.create.step import METADATA, StepPlan, save_step
 from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.memory import MemorySource
 from blobstore.sources.small_files import MAX_SMALL_FILE
@@ -151,10 +151,12 @@ def save(
 
             kinds = plain_torch_values.KINDS
         state, flat = take_tensors(tensors, lambda one: _library(one) == framework, model)
-        record, found = encode_state(state, kinds), _described(flat)
-        source = step_source(found, model)
-        options |= {"model": model, "framework": framework, "files": contents, "metrics": metrics}
-        run = functools.partial(save_step, source, found, record, reference, store, **options)
+        record, described = encode_state(state, kinds), _described(flat)
+        plan = StepPlan(
+            described, model=model, files=contents, metrics=metrics, framework=framework
+        )
+        source = plan.source
+        run = functools.partial(save_step, plan, record, reference, store, **options)
     else:
         store = LocalStore.of(store)
         store.names.check_name(reference)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -35,7 +35,7 @@ from blobstore.quantization.tensor_bytes import Converter
 from blobstore.sources.memory import MemorySource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from typing_extensions import Buffer
 
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from blobstore.store.ingest import Ingested
     from blobstore.store.local import StoreLike
 
-    _Tensors = Mapping[str, tuple[TensorSpec, Callable[[], Buffer]]]
+    Read = Callable[[], Buffer]
+
 METADATA: Final[Mapping[str, Mapping[str, str]]] = {
     "torch": {"format": "pt"},
     "mlx": {"format": "mlx"},
@@ -66,11 +67,8 @@ class _Part(NamedTuple):
     plan: ModelPlan
 
     @classmethod
-    def of(
-        cls, specs: Sequence[TensorSpec], files: Mapping[str, bytes], metadata: Mapping[str, str]
-    ) -> _Part:
-        source = MemorySource(dict.fromkeys(specs, _unread), metadata, files)
-        options = ImportOptions(as_is=any(map(is_marker, specs)))
+    def of(cls, source: MemorySource) -> _Part:
+        options = ImportOptions(as_is=any(map(is_marker, source.specs.values())))
         plan = options.plan(source)
         # Bytes come from many processes and are copied. Nothing is converted, as it would be with one source.
         if not all(isinstance(recipe, Copied) for blob in plan.blobs for recipe in blob.tensors):
@@ -92,7 +90,7 @@ class StepPlan:
 
     def __init__(
         self,
-        tensors: Mapping[str, TensorSpec],
+        tensors: Mapping[str, tuple[TensorSpec, Read]],
         *,
         model: str = "",
         files: Mapping[str, bytes] | None = None,
@@ -102,7 +100,7 @@ class StepPlan:
         """Plan a step; nothing is read.
 
         Args:
-            tensors: the tensors by their keys, which are their names in the specs.
+            tensors: the tensors by their keys, each with a function that returns its bytes in the form of a file.
             model: the part of the keys that is the model, such as ``model``; empty if none is.
             files: small files of the model, by name.
             metrics: numbers that describe the step, by name.
@@ -114,7 +112,6 @@ class StepPlan:
         """
         if type(model) is not str:
             raise UsageError(f"model is the key of a part of the state, got {quote(model)}")
-        self._metadata = METADATA[framework]
         self._metrics = {METRICS_FILE: _metrics_json(metrics)} if metrics else {}
         self.keys: dict[str, str] = {}
         """The keys of the tensors, by the names in the store."""
@@ -125,18 +122,22 @@ class StepPlan:
                     f"tensors {quote(other)} and {quote(key)} would both be stored as {quote(stored_name(key, model))}",
                     advice="rename the part of the state that has the second one",
                 )
-        self._specs = [tensors[key]._replace(name=name) for name, key in self.keys.items()]
-        self.all = _Part.of(self._specs, {}, self._metadata)
+        named = {
+            tensors[key][0]._replace(name=name): tensors[key][1] for name, key in self.keys.items()
+        }
+        metadata = METADATA[framework]
+        self.source = MemorySource(named, metadata, {})
+        """The tensors under their names in the store."""
+        self._all = _Part.of(self.source)
         self.model: _Part | None = None
         if model:
-            own = [spec for spec in self._specs if self.keys[spec.name].startswith(f"{model}.")]
+            own = {spec: read for spec, read in named.items() if self.keys[spec.name] != spec.name}
             if not own:
                 raise UsageError(
                     f"the state has no tensors under {quote(model)}, which is to be the model",
                     advice=f"its parts are {', '.join(map(quote, sorted({key.partition('.')[0] for key in tensors})))}",
                 )
-            files = {**(files or {}), **self._metrics}
-            self.model = _Part.of(own, files, self._metadata)
+            self.model = _Part.of(MemorySource(own, metadata, {**(files or {}), **self._metrics}))
             planned = {blob.name: blob for blob in self.blobs}
             if any(planned.get(blob.name) != blob for blob in self.model.plan.blobs):
                 raise UnsupportedSource(
@@ -149,7 +150,7 @@ class StepPlan:
     @property
     def blobs(self) -> tuple[BlobPlan, ...]:
         """All blobs with tensors, each once."""
-        return self.all.plan.blobs
+        return self._all.plan.blobs
 
     def names(self, reference: Reference) -> list[Reference]:
         """Return the names of the step in the order in which they are given."""
@@ -168,23 +169,16 @@ class StepPlan:
         Raises:
             UsageError: the values are too large.
         """
+        specs, (metadata,) = self.source.specs.values(), self.source.metadata.values()
         files = {RECORD_FILE: record, **self._metrics}
-        source = MemorySource(dict.fromkeys(self._specs, _unread), self._metadata, files)
-        parts = [self.all._replace(source=source), *([self.model] if self.model else [])]
-        return [part.manifest(added, blobs) for part in parts]
-
-
-def step_source(tensors: _Tensors, model: str) -> MemorySource:
-    """Return the tensors of a state, by key, under their names in the store."""
-    found = {
-        spec._replace(name=stored_name(key, model)): read for key, (spec, read) in tensors.items()
-    }
-    return MemorySource(found, {}, {})
+        every = self._all._replace(
+            source=MemorySource(dict.fromkeys(specs, unread), metadata, files)
+        )
+        return [part.manifest(added, blobs) for part in (every, self.model) if part is not None]
 
 
 def save_step(
-    source: MemorySource,
-    tensors: _Tensors,
+    plan: StepPlan,
     record: bytes,
     reference: Reference,
     store: StoreLike,
@@ -193,16 +187,10 @@ def save_step(
     jobs: int | None,
     progress: Progress | None,
     check: Callable[[], object] = lambda: None,
-    **options: Any,
 ) -> Created:
-    """Save a step, whose :func:`step_source` may have been copied. Raises as :func:`save`.
-
-    ``check`` is called before the step gets its names. The other options are those of :class:`StepPlan`.
-    """
-    specs = {key: spec for key, (spec, _) in tensors.items()}
-    plan = StepPlan(specs, **options)
+    """Save a step. Raises as :func:`save`. ``check`` is called before the step gets its names."""
     place = open_place(store)
-    convert = Converter(source.read).convert
+    convert = Converter(plan.source.read).convert
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in plan.blobs))
 
     def add(blob: BlobPlan) -> Ingested:
@@ -219,7 +207,7 @@ def save_step(
     return Created(
         reference=reference,
         digest=Digest.of(manifests[-1].to_bytes()),
-        tensors=len(specs),
+        tensors=len(plan.keys),
         blobs=len(manifests[0].layers) + 1,
         bytes_written=sum(item.size for item in items if item.written),
         bytes_present=sum(item.size for item in items if not item.written),
@@ -244,5 +232,6 @@ def _metrics_json(metrics: object) -> bytes:
         raise UsageError(f"metrics: {error}", advice="leave out what is not finite") from None
 
 
-def _unread() -> NoReturn:
+def unread() -> NoReturn:
+    """Stand for the bytes of a tensor that are elsewhere."""
     raise AssertionError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
 from blobstore.errors import UsageError
-from blobstore.operations.create.step import save_step, step_source
+from blobstore.operations.create.step import StepPlan, save_step
 from blobstore.planning.import_options import ImportOptions
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.training import TRAINER_FILES, TrainingState
@@ -58,8 +58,7 @@ def import_state(
         )
     with contextlib.closing(TrainingState(opened, local_path(source, "source"))) as state:
         created = save_step(
-            step_source(state.tensors, state.part),
-            state.tensors,
+            StepPlan(state.tensors, model=state.part, files=state.files),
             state.record,
             update.reference,
             store,
@@ -67,7 +66,5 @@ def import_state(
             jobs=jobs,
             progress=progress,
             check=state.check_unchanged,
-            model=state.part,
-            files=state.files,
         )
         return replace(created, notices=tuple(state.notices))

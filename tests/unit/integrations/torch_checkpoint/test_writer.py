@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.integrations.torch_checkpoint import StoreReader, StoreWriter
 from blobstore.integrations.torch_checkpoint import writer as writer_module
-from blobstore.integrations.torch_checkpoint.layout import plan_tasks, specs_of
+from blobstore.integrations.torch_checkpoint.layout import plan_tasks, tensors_of
 from blobstore.manifests.step_record import RECORD_FILE
 from blobstore.operations.create.step import StepPlan
 from blobstore.store.local import LocalStore
@@ -276,4 +276,4 @@ def test_a_tensor_of_which_ranks_have_only_a_part_is_refused() -> None:
     item = dataclasses.replace(item, tensor_data=larger)
     plans = [dataclasses.replace(plan, items=[item])]
     with pytest.raises(UnsupportedSource, match="32 of the 64 bytes"):
-        plan_tasks(plans, StepPlan(specs_of(plans)), "", "", "", "")
+        plan_tasks(plans, StepPlan(tensors_of(plans)), "", "", "", "")

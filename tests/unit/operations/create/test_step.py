@@ -11,11 +11,11 @@ import blobstore
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import StoreError, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.step import StepPlan
+from blobstore.operations.create.step import StepPlan, unread
 from blobstore.store.local import LocalStore
 
 SPECS = {
-    key: TensorSpec(key, DType.F32, (2, 3))
+    key: (TensorSpec(key, DType.F32, (2, 3)), unread)
     for key in ("model.b", "model.a", "optimizer.a", "scheduler")
 }
 
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
-    specs = {key: TensorSpec(key, DType.F32, (1,)) for key in ("model.x", "x")}
+    specs = {key: (TensorSpec(key, DType.F32, (1,)), unread) for key in ("model.x", "x")}
     with pytest.raises(UsageError, match=r"'model\.x' and 'x'"):
         StepPlan(specs, model="model")
 
@@ -68,7 +68,8 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def test_experts_of_a_layer_are_one_blob() -> None:
     prefix = "model.layers.0.mlp.experts"
     names = [f"model.{prefix}.{index}.up.weight" for index in range(2)]
-    step = StepPlan({key: TensorSpec(key, DType.F32, (1,)) for key in names}, model="model")
+    tensors = {key: (TensorSpec(key, DType.F32, (1,)), unread) for key in names}
+    step = StepPlan(tensors, model="model")
     assert [blob.name for blob in step.blobs] == [prefix]
 
 
