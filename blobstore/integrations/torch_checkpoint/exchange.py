@@ -24,19 +24,13 @@ if TYPE_CHECKING:
     Bytes = TypeVar("Bytes", Window, Part)
 
 
-class FirstError:
-    """The first error of a rank, to be raised when other ranks do not wait for it any more."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep an error of the block instead of raising it."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            self.error = self.error or error
+@contextlib.contextmanager
+def kept(errors: list[Exception]) -> Iterator[None]:
+    """Keep an error of the block, to raise it when other ranks do not wait for this one any more."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        errors.append(error)
 
 
 def exchange(
@@ -44,7 +38,7 @@ def exchange(
     streams: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
     chunks: Sequence[Mapping[str, Sequence[Box]]],
     read: Callable[[Part], torch.Tensor],
-    first: FirstError,
+    errors: list[Exception],
     *,
     window: int,
 ) -> Iterator[memoryview]:
@@ -55,7 +49,7 @@ def exchange(
         streams: the names and shapes of the tensors of each owner, in the order of its bytes.
         chunks: what each rank has: of all tensors for this rank, of those that this rank owns for others.
         read: returns the bytes of a part of this rank.
-        first: keeps the first error of ``read``.
+        errors: keeps those of ``read``.
         window: bytes that an owner gets in a round, at most.
 
     Raises:
@@ -67,7 +61,7 @@ def exchange(
         parts = [list(parts_of(its, chunks[rank])) for its in windows]
         coming = [list(parts_of(windows[rank], its)) for its in chunks]
         sent, received = _buffer(parts, device), _buffer(coming, device)
-        with first.kept():
+        with kept(errors):
             for part, target in _places(parts, sent):
                 target.copy_(read(part))
         sizes = list(map(_size, coming)), list(map(_size, parts))

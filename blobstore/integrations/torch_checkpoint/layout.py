@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-import secrets
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -50,13 +49,11 @@ class RankTask:
 
     rank: int
     ingest: str
-    """The import to join."""
+    """The name of the import to join."""
     folder: str
     """See :attr:`Ingest.machine_folder`, of the coordinator."""
-    token: str
-    """Names this step to the ranks that write it."""
     previous: str
-    """Names the last step that the coordinator's writer has written."""
+    """The import of the last step that the coordinator's writer has written."""
     local: Sequence[BlobPlan]
     """The blobs that this rank has completely, and owns."""
     gathered: Sequence[Sequence[BlobPlan]]
@@ -106,13 +103,11 @@ def plan_tasks(
         for spec in blob.stored:
             for box, rank in sorted(chunks[spec.name].items()):
                 sent[owner][rank].setdefault(spec.name, []).append(box)
-    token = secrets.token_hex(8)
     return [
         RankTask(
             rank=rank,
             ingest=ingest,
             folder=folder,
-            token=token,
             previous=previous,
             local=local[rank],
             gathered=gathered,

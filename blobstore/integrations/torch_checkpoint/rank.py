@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from blobstore.core.workers import WorkerPool
-from blobstore.integrations.torch_checkpoint.exchange import exchange
+from blobstore.integrations.torch_checkpoint.exchange import exchange, kept
 from blobstore.integrations.torch_checkpoint.layout import shape_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from blobstore.integrations.torch_checkpoint.exchange import FirstError
     from blobstore.integrations.torch_checkpoint.layout import RankState, RankTask
     from blobstore.operations.create.places import StepBlobs
     from blobstore.planning.grouping import BlobPlan
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 class Remembered(NamedTuple):
     """What a rank remembers of a step."""
 
-    token: str = ""
-    """Names the step; empty if nothing is remembered."""
+    ingest: str = ""
+    """The name of its import; empty if nothing is remembered."""
     parts: Mapping[str, bytes | None] = {}
     """Digests of this rank's parts by blob; None if the blob has changed before."""
     blobs: Mapping[str, Ingested] = {}
@@ -69,7 +68,7 @@ class Rank:
     @property
     def memory(self) -> Remembered:
         """What to remember of the step, when all ranks have written."""
-        return Remembered(self._task.token, self._parts, self.added)
+        return Remembered(self._task.ingest, self._parts, self.added)
 
     def _run(self, items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
         return WorkerPool(self._jobs, None, 0).run(items, work)
@@ -103,32 +102,32 @@ class Rank:
         ]
 
     def gather(
-        self, agreed: Sequence[bool], before: Remembered, first: FirstError, window: int
+        self, agreed: Sequence[bool], before: Remembered, errors: list[Exception], window: int
     ) -> None:
         """Bring the parts of blobs to their owners, or into files, but for those of blobs that have not changed.
 
         ``agreed`` is where all ranks have said yes to :meth:`look`.
         """
         task, state = self._task, self._state
-        are_kept, are_rows = agreed[: len(self._every)], agreed[len(self._every) :]
-        kept = {blob.name for blob, is_kept in zip(self._every, are_kept, strict=True) if is_kept}
+        are_same, are_rows = agreed[: len(self._every)], agreed[len(self._every) :]
+        same = {blob.name for blob, is_same in zip(self._every, are_same, strict=True) if is_same}
         rows = [
             blob
             for blob, is_rows in zip(self._every, are_rows, strict=True)
-            if is_rows and blob.name not in kept
+            if is_rows and blob.name not in same
         ]
-        self._files = {blob.name: f"{task.token}.{index}" for index, blob in enumerate(rows)}
-        self.added = {name: item for name, item in self.added.items() if name in kept}
-        self._parts |= dict.fromkeys(before.parts.keys() & self._parts.keys() - kept)
+        self._files = {blob.name: f"rows.{index}" for index, blob in enumerate(rows)}
+        self.added = {name: item for name, item in self.added.items() if name in same}
+        self._parts |= dict.fromkeys(before.parts.keys() & self._parts.keys() - same)
 
         def write(blob: BlobPlan) -> None:
             shared = cast("Ingest", self._ingest)
             shared.write_parts(self._files[blob.name], state.parts(blob))
 
-        with first.kept():
+        with kept(errors):
             self._run(rows, write)
         streams = [
-            [blob for blob in its if blob.name not in kept and blob.name not in self._files]
+            [blob for blob in its if blob.name not in same and blob.name not in self._files]
             for its in task.gathered
         ]
         incoming = exchange(
@@ -139,10 +138,10 @@ class Rank:
             ],
             [state.boxes if rank == task.rank else its for rank, its in enumerate(task.chunks)],
             state.bytes_of,
-            first,
+            errors,
             window=window,
         )
-        with first.kept():
+        with kept(errors):
             for blob in streams[task.rank]:
                 buffers = functools.partial(_stream, blob, incoming)
                 self.added[blob.name] = self._ingest.add(blob.size, buffers, once=True)

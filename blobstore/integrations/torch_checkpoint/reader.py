@@ -59,7 +59,7 @@ class StoreReader(StorageReader):
         self._model_part = model
         self._verify = verify
         self._reference = ""
-        self._model: Model[torch.Tensor] | None = None
+        self._model: Model[torch.Tensor]
         self._state: dict[str, Any] = {}
         """The values of the step by key, and tensors without data."""
         self._names: dict[str, str] = {}
@@ -84,7 +84,6 @@ class StoreReader(StorageReader):
         """
         if not self._reference:
             raise UsageError("which step is to be loaded? pass its name as checkpoint_id")
-        self._close()
         self._model = model = open_step(
             self._reference, self._store, framework="torch", verify=self._verify
         )
@@ -129,47 +128,34 @@ class StoreReader(StorageReader):
             UnsupportedSource: a value is a tuple that has tensors.
             RemoteError: the object storage cannot be reached.
         """
-        model = self._model
-        if model is None:
-            raise UsageError("nothing is to be read before the metadata")
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        try:
+        with self._model as model:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._value(item.storage_index.fqn))
-            parts = model.read_parts(self._part(model, item) for item in tensors)
+            parts = model.read_parts(map(self._part, tensors))
             for item, part in zip(tensors, parts, strict=True):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(part.view(target.shape))
                 planner.commit_tensor(item, target)
-        finally:
-            self._close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _part(self, model: Model[torch.Tensor], item: ReadItem) -> tuple[str, tuple[slice, ...]]:
+    def _part(self, item: ReadItem) -> tuple[str, tuple[slice, ...]]:
         """Return the name and the index of what an item reads."""
         name = self._names[item.storage_index.fqn]
-        bounds = [
-            (begin, begin + length)
-            for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
-        ]
-        if bounds and model.specs[name].dtype is DType.F4:  # torch counts pairs
-            bounds[-1] = (2 * bounds[-1][0], 2 * bounds[-1][1])
-        return name, tuple(slice(*pair) for pair in bounds)
+        begins, lengths = list(item.storage_offsets), list(item.lengths)
+        if begins and self._model.specs[name].dtype is DType.F4:  # torch counts pairs
+            begins[-1], lengths[-1] = 2 * begins[-1], 2 * lengths[-1]
+        return name, tuple(
+            slice(one, one + size) for one, size in zip(begins, lengths, strict=True)
+        )
 
     def _value(self, key: str) -> io.BytesIO:
         """Return a value as the planner takes it: a pickle, made here and now of plain values."""
-        encode(
-            self._state[key], key, KINDS
-        )  # refuses a tuple with tensors, which have no data here
+        encode(self._state[key], key, KINDS)  # refuses a tuple with tensors: they have no data here
         data = io.BytesIO()
         torch.save(self._state[key], data)
         data.seek(0)
         return data
-
-    def _close(self) -> None:
-        if self._model is not None:
-            self._model.close()
-            self._model = None

@@ -7,7 +7,6 @@ those of bytes: the last dimension counts bytes, not elements, so that no type o
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,23 +79,13 @@ def windows_of(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Yield the parts of at most ``limit`` bytes that a tensor consists of, in the order of its bytes."""
     if not math.prod(shape):
         return
-    # Dimensions from `first` on fit together; the one before them is divided, and those before that are single.
-    first, row = len(shape), 1
-    while first and row * shape[first - 1] <= limit:
-        first -= 1
-        row *= shape[first]
-    if not first:
-        yield Box((0,) * len(shape), shape)
-        return
-    divided = first - 1
-    step = max(1, limit // row)
-    rest = shape[first:]
-    for outer in itertools.product(*map(range, shape[:divided])):
-        for begin in range(0, shape[divided], step):
-            yield Box(
-                (*outer, begin, *(0 for _ in rest)),
-                (*(1 for _ in outer), min(step, shape[divided] - begin), *rest),
-            )
+    first, rest = shape[0], shape[1:]
+    row = Box((0,) * len(rest), rest)
+    step = max(1, limit // row.nbytes)
+    for begin in range(0, first, step):
+        # A row that is too large is divided itself.
+        for part in [row] if row.nbytes <= limit else windows_of(rest, limit):
+            yield Box((begin, *part.offsets), (min(step, first - begin), *part.sizes))
 
 
 def rounds_of(tensors: Iterable[tuple[str, tuple[int, ...]]], limit: int) -> Iterator[list[Window]]:
@@ -136,14 +125,9 @@ def parts_of(windows: Iterable[Window], chunks: Mapping[str, Sequence[Box]]) -> 
 def choose_owners(
     sizes: Mapping[str, int], held: Mapping[str, Mapping[int, int]], world: int
 ) -> dict[str, int]:
-    """Return the owner of each blob, so that all have about as much to write.
+    """Return the owner of each blob, of ``sizes`` bytes: a rank that has the most bytes of it, as few as possible travel.
 
-    A rank that has all of a blob owns it, and otherwise one that has a part: then the fewest bytes travel.
-
-    Args:
-        sizes: bytes of the blobs.
-        held: the ranks that have bytes of each blob, and how many.
-        world: the number of ranks.
+    ``held`` is how many bytes of each blob the ranks have. All of the ``world`` ranks get about as much to write.
     """
     loads = [0] * world
     owners = {}
@@ -151,8 +135,7 @@ def choose_owners(
     for blob in sorted(sizes, key=lambda name: (-sizes[name], name)):
         holders = held[blob]
         most = max(holders.values(), default=0)
-        complete = [rank for rank, size in holders.items() if size == most]
-        candidates = complete if len(complete) < len(holders) else (holders or range(world))
+        candidates = [rank for rank in range(world) if holders.get(rank, 0) == most]
         owner = min(candidates, key=lambda rank: (loads[rank], rank))
         owners[blob] = owner
         loads[owner] += sizes[blob]

@@ -21,7 +21,7 @@ from torch.futures import Future
 from blobstore.core.escape import quote
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.torch_checkpoint.exchange import FirstError, all_agree
+from blobstore.integrations.torch_checkpoint.exchange import all_agree, kept
 from blobstore.integrations.torch_checkpoint.layout import RankState, plan_tasks, tensors_of
 from blobstore.integrations.torch_checkpoint.rank import Rank, Remembered
 from blobstore.integrations.torch_checkpoint.staging import Staging
@@ -180,7 +180,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         step = StepPlan(tensors, model=self._model, files=self._files, metrics=self.metrics)
         ingest = self._opened.begin(step, self._named)
         self._plan = step
-        folder, previous = self._opened.blobs.machine_folder, self._before.token
+        folder, previous = self._opened.blobs.machine_folder, self._before.ingest
         tasks = plan_tasks(plans, step, self._model, ingest, folder, previous)
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
@@ -216,14 +216,14 @@ class StoreWriter(StorageWriter, AsyncStager):
                 f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {ranks} save",
                 advice="pass the same process_group to StoreWriter and to save",
             )
-        before = before if before.token == task.previous else Remembered()
-        first = FirstError()
+        before = before if before.ingest == task.previous else Remembered()
+        errors: list[Exception] = []
 
         def agree(votes: list[bool]) -> list[bool]:
             return all_agree(self._group, votes) if ranks > 1 else votes
 
         votes = [False] * (1 + 2 * sum(map(len, task.gathered)))
-        with first.kept():
+        with kept(errors):
             state = RankState(plan, planner, self._model, self._window)
             values = state.values()
             if self._plan is None:
@@ -233,13 +233,13 @@ class StoreWriter(StorageWriter, AsyncStager):
         is_well, *agreed = agree(votes)
         if is_well:  # and so all ranks can take part
             if agreed:
-                rank.gather(agreed, before, first, self._window)
-            if all(agree([first.error is None])):
-                with first.kept():
+                rank.gather(agreed, before, errors, self._window)
+            if all(agree([not errors])):
+                with kept(errors):
                     rank.add()
-        is_complete = all(agree([first.error is None]))
-        if first.error is not None:
-            raise first.error
+        is_complete = all(agree([not errors]))
+        if errors:
+            raise errors[0]
         if not is_complete:  # the other rank reports why
             self._end()
             return {}, {}

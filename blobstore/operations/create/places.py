@@ -8,10 +8,12 @@ keeps them from being collected, and no manifest lists them until all are there.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import tempfile
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest, Digester
+from blobstore.core.files import pieces_of, write_all
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, InvalidReference, StoreBusy
 from blobstore.manifests import media_types
@@ -28,8 +30,8 @@ from blobstore.store.names import NewModel
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
-    from typing import BinaryIO, TypeAlias
+    from collections.abc import Mapping
+    from typing import TypeAlias
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     Place: TypeAlias = "_Folder | _Objects"
     StepBlobs: TypeAlias = "Ingest | _ObjectBlobs"
 
-_CHUNK = 8 << 20
 _REQUESTS = 16
 
 
@@ -130,19 +131,17 @@ class _ObjectBlobs:
         A key is the digest of all bytes. So those that can be read only once wait in a temporary file, one blob at a
         time.
         """
-        with contextlib.ExitStack() as stack:
-            digester, again = Digester(), buffers
-            if once:
-                spool = stack.enter_context(tempfile.TemporaryFile(prefix="blobstore-step-"))
-                again = _reading(spool)
+        with tempfile.TemporaryFile(prefix="blobstore-step-", buffering=0) as spool:
+            digester = Digester()
             for buffer in buffers():
                 digester.update(buffer)
                 if once:
-                    spool.write(buffer)
+                    write_all(spool.fileno(), buffer)
             digest = digester.digest()
             if self._has(digest, size):
                 return Ingested(digest, size, written=False)
-            self._objects.put_blob(digest, size, again())
+            again = pieces_of(spool.fileno()) if once else buffers()
+            self._objects.put_blob(digest, size, again)
             self.written.add(digest)
             return Ingested(digest, size, written=True)
 
@@ -172,7 +171,7 @@ class _Objects:
         self._names = [(name, *objects.read_former(name)) for name in plan.names(reference)]
         # Before the first blob is written: a collection keeps what is younger than any lease.
         self._open.enter_context(leased(objects.client, []))
-        return ""
+        return secrets.token_hex(8)
 
     def join(self, name: str) -> None:
         """Do nothing: the lease of the coordinator keeps all that is written while it lives."""
@@ -217,12 +216,3 @@ class _Objects:
 
 def _headers(manifest: Manifest, starts: Mapping[Digest, bytes]) -> Mapping[Digest, bytes]:
     return {layer.digest: starts[layer.digest] for layer in manifest.layers_of(media_types.TENSOR)}
-
-
-def _reading(file: BinaryIO) -> Callable[[], Iterator[bytes]]:
-    def pieces() -> Iterator[bytes]:
-        file.seek(0)
-        while piece := file.read(_CHUNK):
-            yield piece
-
-    return pieces
