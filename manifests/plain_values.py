@@ -10,13 +10,15 @@ import base64
 import contextlib
 import math
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 _SIGN: Final = "$"
 _MIN, _MAX = -(2**63), 2**64 - 1
@@ -28,26 +30,26 @@ _SCALARS = (type(None), bool, int, float, str, complex, bytes)
 _GROUPS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict}
 _MAPPINGS |= {kind.__name__: kind for kind in (OrderedDict, Counter)}
+_ERRORS: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, ImportError, LookupError)
+_ERRORS += (RuntimeError, TypeError, ValueError)
+"""What is raised for values that nothing has written so."""
 _NUMBERS = "biufc"
 """Kinds of numpy's types whose bytes are all there is."""
 
 
-class Kind(NamedTuple):
-    """How values of a type that a library has are written, and read again."""
-
-    write: Callable[[Any], Any]
-    """Returns values of JSON."""
-    read: Callable[[Any], Any]
-    """Raises an error if the values are not those that ``write`` returns."""
+Writers = Mapping[type, tuple[str, Callable[[Any], Any]]]
+"""By type, the name of more kinds, and what returns a value of JSON for one."""
+Readers = Mapping[str, Callable[[Any], Any]]
+"""By name, what returns a value of a kind, or raises an error if it was not written so."""
 
 
-def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
+def encode(value: Any, place: str, writers: Writers = MappingProxyType({})) -> Any:
     """Return a value as JSON has it.
 
     Args:
         value: the value.
         place: where it stands, for messages.
-        kinds: the types of libraries, with a name for each.
+        writers: for values of other types.
 
     Raises:
         UnsupportedSource: it is, or holds, a value of another type; the message says where.
@@ -56,65 +58,60 @@ def encode(value: Any, place: str, kinds: Mapping[type, tuple[str, Kind]]) -> An
     if kind in _SCALARS:
         return _scalar(value, place)
     if kind is list:
-        return _listed(value, place, kinds)
+        return _listed(value, place, writers)
     if kind in _GROUPS.values():
         # Sets have no order, and equal values should have equal bytes.
         members = value if kind is tuple else sorted(value, key=repr)
-        return {f"${kind.__name__}": _listed(members, place, kinds)}
+        return {f"${kind.__name__}": _listed(members, place, writers)}
     if kind in _MAPPINGS.values():
         is_plain = kind is dict and all(
             type(key) is str and is_unicode(key) and not key.startswith(_SIGN) for key in value
         )
         if is_plain:
-            return {key: encode(value[key], _joined(place, key), kinds) for key in sorted(value)}
+            return {key: encode(value[key], _joined(place, key), writers) for key in sorted(value)}
         pairs = [
-            [encode(key, place, kinds), encode(one, _joined(place, key), kinds)]
+            [encode(key, place, writers), encode(one, _joined(place, key), writers)]
             for key, one in value.items()
         ]
         return {f"${kind.__name__}": pairs}
-    if kind in kinds:
-        name, how = kinds[kind]
-        return {f"${name}": how.write(value)}
+    if kind in writers:
+        name, write = writers[kind]
+        return {f"${name}": write(value)}
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    if full in _OF_TORCH:
+        return {f"${kind.__name__.lower()}": _OF_TORCH[full](value)}
     dtype: Any = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
-    is_array = kind.__name__ == "ndarray"  # others have more than bytes, such as matrices
+    is_array = full == "numpy.ndarray"  # others have more than bytes, such as matrices
     if getattr(dtype, "kind", "O") in _NUMBERS and (is_array or kind is dtype.type):
         data = [dtype.str, list(value.shape), _text(value.tobytes())]
         return {"$array" if is_array else "$scalar": data}
-    return _refuse(place, f"a {kind.__module__}.{kind.__qualname__}")
+    return _refuse(place, f"a {full}")
 
 
-def decode(value: Any, kinds: Mapping[type, tuple[str, Kind]]) -> Any:
-    """Return the value that :func:`encode` wrote, with the same ``kinds``.
+def decode(value: Any, readers: Readers = MappingProxyType({})) -> Any:
+    """Return the value that :func:`encode` wrote; ``readers`` are for what its ``writers`` wrote.
 
     Raises:
         ValueError: it was not written so.
     """
     if isinstance(value, list):
-        return [decode(one, kinds) for one in value]
+        return [decode(one, readers) for one in value]
     if not isinstance(value, dict):
         return value
     if not any(key.startswith(_SIGN) for key in value):
-        return {key: decode(one, kinds) for key, one in value.items()}
+        return {key: decode(one, readers) for key, one in value.items()}
     ((key, content),) = value.items()
     name = key.removeprefix(_SIGN)
     try:
         if name in _GROUPS:
-            members = [decode(one, kinds) for one in content]
+            members = [decode(one, readers) for one in content]
             return _GROUPS[name](members if name == "tuple" else _spread(members))
         if name in _MAPPINGS:
-            keys = _spread([decode(key, kinds) for key, _ in content])
-            pairs = zip(keys, (decode(one, kinds) for _, one in content), strict=True)
+            keys = _spread([decode(key, readers) for key, _ in content])
+            pairs = zip(keys, (decode(one, readers) for _, one in content), strict=True)
             return _MAPPINGS[name](dict(pairs))
-        read = {own: how.read for own, how in kinds.values()} | dict(_READERS)
-        return read[name](content)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+        return (readers.get(name) or _READERS[name])(content)
+    except _ERRORS as error:
         raise ValueError(f"no value of the kind {quote(name)}: {quote(error)}") from None
 
 
@@ -153,8 +150,8 @@ def _scalar(value: Any, place: str) -> Any:
     return value
 
 
-def _listed(values: Sequence[Any], place: str, kinds: Mapping[type, tuple[str, Kind]]) -> list[Any]:
-    return [encode(one, f"{place}[{index}]", kinds) for index, one in enumerate(values)]
+def _listed(values: Sequence[Any], place: str, writers: Writers) -> list[Any]:
+    return [encode(one, f"{place}[{index}]", writers) for index, one in enumerate(values)]
 
 
 def _joined(place: str, key: object) -> str:
@@ -186,7 +183,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _complex(parts: Sequence[Any]) -> complex:
-    real, imaginary = (decode(part, {}) for part in parts)
+    real, imaginary = map(decode, parts)
     return complex(float(real), float(imaginary))
 
 
@@ -200,11 +197,29 @@ def _array(content: Sequence[Any]) -> Any:
     return np.frombuffer(_bytes(text), dtype).reshape(shape).copy()
 
 
-_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+def _of_torch(kind: str) -> Callable[[Any], Any]:
+    def read(content: Any) -> Any:
+        import torch
+
+        found = getattr(torch, content) if kind == "dtype" else getattr(torch, kind)(content)
+        if type(found) is not getattr(torch, kind):
+            raise TypeError(content)
+        return found
+
+    return read
+
+
+_OF_TORCH: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "torch.dtype": lambda value: str(value).removeprefix("torch."),
+    "torch.device": str,
+    "torch.Size": list,
+}
+_READERS: Final[Readers] = {
     "int": lambda text: int(text, 16),
     "float": _SPECIAL.__getitem__,
     "complex": _complex,
     "bytes": _bytes,
     "array": _array,
     "scalar": lambda content: _array(content)[()],
+    **{kind.lower(): _of_torch(kind) for kind in ("dtype", "device", "Size")},
 }

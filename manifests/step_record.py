@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests import media_types
-from blobstore.manifests.plain_values import Kind, decode, depth_checked, encode
+from blobstore.manifests.plain_values import Writers, decode, depth_checked, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-
-    Kinds = Mapping[type, tuple[str, Kind]]
 
 RECORD_FILE: Final = "training_state.json"
 METRICS_FILE: Final = "metrics.json"
@@ -42,32 +41,32 @@ class StoredName(str):
     __slots__ = ()
 
 
-def encode_state(state: Any, kinds: Kinds) -> bytes:
+def encode_state(state: Any, writers: Writers = MappingProxyType({})) -> bytes:
     """Return the content of the file for a state with a :class:`StoredName` for each tensor.
 
     Raises:
         UnsupportedSource: a value is not plain.
         UsageError: the state is nested too deeply.
     """
-    kinds = {**kinds, StoredName: ("tensor", Kind(str, str))}
     with depth_checked():
-        value = {"version": _VERSION, "state": encode(state, "", kinds)}
+        content = encode(state, "", {**writers, StoredName: ("tensor", str)})
+        value = {"version": _VERSION, "state": content}
         return strict_json.dumps(value).encode()
 
 
-def decode_state(data: bytes, tensors: Mapping[str, Any], kinds: Kinds) -> Any:
+def decode_state(data: bytes, tensors: Mapping[str, Any]) -> Any:
     """Return the state that a file has, which is not trusted, with the tensors that have the names in it.
 
     Raises:
         BlobDamaged: it is malformed, or does not have just these tensors.
     """
     try:
-        return _decoded(strict_json.loads(data), tensors, kinds)
+        return _decoded(strict_json.loads(data), tensors)
     except (ValueError, RecursionError) as error:
         raise BlobDamaged(f"{RECORD_FILE} is not the state of a step: {quote(error)}") from None
 
 
-def _decoded(value: Any, tensors: Mapping[str, Any], kinds: Kinds) -> Any:
+def _decoded(value: Any, tensors: Mapping[str, Any]) -> Any:
     """Return the state. Raises ValueError."""
     found = set()
 
@@ -77,7 +76,7 @@ def _decoded(value: Any, tensors: Mapping[str, Any], kinds: Kinds) -> Any:
 
     match value:
         case {"version": 1, "state": content}:
-            state = decode(content, {**kinds, StoredName: ("tensor", Kind(str, named))})
+            state = decode(content, {"tensor": named})
         case {"version": int(version)} if version > _VERSION:
             raise ValueError(f"version {version} is newer than this program")
         case _:

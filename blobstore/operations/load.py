@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.plain_values import Kind
     from blobstore.models.model import Model
     from blobstore.operations.open import Framework, Verify
 
@@ -63,28 +62,16 @@ def load(
         return read_state(model)
 
 
-def read_state(model: Model[Any]) -> Any:
-    """Return the state that an open model has. Raises BlobDamaged."""
-    kinds: Mapping[type, tuple[str, Kind]] = {}
-    if "torch" in (model.framework, _framework_of(model)):
-        with contextlib.suppress(ImportError):
-            from blobstore.models import plain_torch_values
-
-            kinds = plain_torch_values.KINDS
-    return state_with(model, model.state_dict(), kinds)
-
-
-def state_with(
-    model: Model[Any], tensors: Mapping[str, Any], kinds: Mapping[type, tuple[str, Kind]]
-) -> Any:
-    """Return the state that a model has, with other tensors for its own; of any model but a step these alone.
+def read_state(model: Model[Any], tensors: Mapping[str, Any] | None = None) -> Any:
+    """Return the state that a model has, with its tensors or others in their place; of any model but a step these alone.
 
     Raises:
         BlobDamaged: the file with the state is malformed, or has other tensors.
     """
+    tensors = model.state_dict() if tensors is None else tensors
     if RECORD_FILE not in model.files:
         return tensors
-    return decode_state(model.read_file(RECORD_FILE), tensors, kinds)
+    return decode_state(model.read_file(RECORD_FILE), tensors)
 
 
 def open_step(reference: str | Reference, store: StoreLike, **options: Any) -> Model[Any]:

@@ -20,7 +20,7 @@ from blobstore.sources.distributed.zero_folder import NO_STATE, ZeroFolder
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.pytorch.checkpoint import Checkpoint
 from blobstore.sources.pytorch.state_dict import EVERYTHING
-from blobstore.sources.pytorch.training_values import KINDS, PlainParts
+from blobstore.sources.pytorch.training_values import WRITERS, PlainParts
 from blobstore.sources.pytorch.values import VALUES_FILE, PlainValues
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
@@ -93,7 +93,7 @@ class TrainingState:
             )
             self.tensors: Mapping[str, SavedTensor] = tensors
             """The tensors by key."""
-            self.record = encode_state(state, KINDS)
+            self.record = encode_state(state, WRITERS)
             """The content of the file with the state."""
             self.close = opened.pop_all().close
 

@@ -23,7 +23,6 @@ from blobstore.integrations.torch_checkpoint.windows import (
 )
 from blobstore.manifests.plain_values import depth_checked, encode
 from blobstore.manifests.step_record import stored_name
-from blobstore.models.plain_torch_values import KINDS
 from blobstore.operations.create.step import unread
 from blobstore.safetensors.torch import check_has_bytes, spec_of
 
@@ -159,7 +158,7 @@ class RankState:
                     advice="derive it from DefaultSavePlanner",
                 )
             found[index.fqn] = value = planner.lookup_object(index)
-            encode(value, index.fqn, KINDS)
+            encode(value, index.fqn)
         return found
 
     def bytes_of(self, part: Part) -> torch.Tensor:

@@ -20,9 +20,8 @@ from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.plain_values import encode
 from blobstore.manifests.step_record import RECORD_FILE
-from blobstore.models.plain_torch_values import KINDS
 from blobstore.operations.create.places import can_be_step
-from blobstore.operations.load import open_step, state_with
+from blobstore.operations.load import open_step, read_state
 from blobstore.safetensors.torch import empty_tensor
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class StoreReader(StorageReader):
         )
         meta = torch.device("meta")
         tensors = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
-        state = state_with(model, tensors, KINDS)
+        state = read_state(model, tensors)
         if self._model_part and RECORD_FILE not in model.files:
             state = {self._model_part: state}
         names = {id(tensor): name for name, tensor in tensors.items()}
@@ -154,7 +153,7 @@ class StoreReader(StorageReader):
 
     def _value(self, key: str) -> io.BytesIO:
         """Return a value as the planner takes it: a pickle, made here and now of plain values."""
-        encode(self._state[key], key, KINDS)  # refuses a tuple with tensors: they have no data here
+        encode(self._state[key], key)  # refuses a tuple with tensors: they have no data here
         data = io.BytesIO()
         torch.save(self._state[key], data)
         data.seek(0)

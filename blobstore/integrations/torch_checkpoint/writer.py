@@ -27,7 +27,6 @@ from blobstore.integrations.torch_checkpoint.rank import Rank, Remembered
 from blobstore.integrations.torch_checkpoint.staging import Staging
 from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import StoredName, encode_state, nested
-from blobstore.models.plain_torch_values import KINDS
 from blobstore.objects.address import is_address
 from blobstore.operations.create.places import can_be_step, open_place
 from blobstore.operations.create.save import check_mapping, file_content
@@ -280,7 +279,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         state = nested([(tuple(paths.get(key, (key,))), value) for key, value in values.items()])
         try:
             with place.checked():
-                place.publish(plan, added, encode_state(state, KINDS))
+                place.publish(plan, added, encode_state(state))
             if self._keep == "delta" and (self._freezing is None or self._freezing.done()):
                 thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-freeze")
                 self._freezing = thread.submit(

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
-    from blobstore.manifests.plain_values import Kind
     from blobstore.operations.create.create import Created
 
     _Described = tuple[TensorSpec, Callable[[], Buffer]]
@@ -145,13 +144,8 @@ def save(
     options: dict[str, Any] = {"started": started, "jobs": jobs, "progress": progress}
     is_model = {_library(one) for one in tensors.values()} <= {framework}
     if model or metrics is not None or is_address(store) or not is_model:
-        kinds: Mapping[type, tuple[str, Kind]] = {}
-        if framework == "torch":
-            from blobstore.models import plain_torch_values
-
-            kinds = plain_torch_values.KINDS
         state, flat = take_tensors(tensors, lambda one: _library(one) == framework, model)
-        record, described = encode_state(state, kinds), _described(flat)
+        record, described = encode_state(state), _described(flat)
         plan = StepPlan(
             described, model=model, files=contents, metrics=metrics, framework=framework
         )

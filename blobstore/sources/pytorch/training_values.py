@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
 from blobstore.errors import CheckpointUnsupported
-from blobstore.manifests.plain_values import Kind
 from blobstore.unpickler.values import Global, Number, Reduced, Use, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from blobstore.manifests.plain_values import Writers
 
     Keys = tuple[str | int, ...]
 
@@ -34,12 +35,12 @@ class _Device(str):
     __slots__ = ()
 
 
-KINDS: Final[Mapping[type, tuple[str, Kind]]] = {
-    Global: ("dtype", Kind(attrgetter("name"), str)),
-    _Device: ("device", Kind(str, str)),
-    Number: ("int", Kind(hex, int)),
+WRITERS: Final[Writers] = {
+    Global: ("dtype", attrgetter("name")),
+    _Device: ("device", str),
+    Number: ("int", hex),
 }
-"""How values of torch are written, which :mod:`blobstore.models.plain_torch_values` reads, and integers as keys."""
+"""How values of torch are written, and integers as keys."""
 
 
 class PlainParts:

@@ -10,9 +10,8 @@ import torch
 
 from blobstore.errors import CheckpointUnsupported
 from blobstore.manifests.plain_values import decode, encode
-from blobstore.models import plain_torch_values
 from blobstore.sources.pytorch.container import open_container
-from blobstore.sources.pytorch.training_values import KINDS, PlainParts
+from blobstore.sources.pytorch.training_values import WRITERS, PlainParts
 from tests.support.trainer_folders import assert_same
 
 
@@ -42,8 +41,8 @@ def plain(folder: Path, value: Any) -> Any:
     ids=str,
 )
 def test_plain_values_come_back(tmp_path: Path, value: Any) -> None:
-    found = encode(plain(tmp_path, value), "value", KINDS)
-    assert_same(decode(found, plain_torch_values.KINDS), value)
+    found = encode(plain(tmp_path, value), "value", WRITERS)
+    assert_same(decode(found), value)
 
 
 @pytest.mark.parametrize(
