@@ -89,11 +89,17 @@ def check_path(path: str | os.PathLike[str], role: Role) -> None:
     """Check that a text may be a path of this machine.
 
     Raises:
-        UsageError: it begins with ``scheme://``, is ``-`` where something is written, or is neither a text nor a
-            path.
+        UsageError: it begins with ``scheme://``, is ``-`` where something is written, has characters that no path
+            can have, or is neither a text nor a path.
     """
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"a path is a text or a Path, got {quote(type(path).__name__)}")
+    try:
+        is_impossible = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_impossible = True
+    if is_impossible:
+        raise UsageError(f"{quote(path)} has a character that no path can have")
     if role == "target" and os.fspath(path) == "-":
         raise UsageError(
             "'-' is no path: nothing of this is written to standard output",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.public_calls import no_attribute
@@ -274,7 +275,7 @@ def _named(reference: str | Reference) -> Reference:
 
 def _open_file(path: str | os.PathLike[str], verify: Verify, **options: Any) -> Model:
     """Open a GGUF file that is in no store."""
-    file = GgufFile(Path(path).resolve())
+    file = GgufFile(local_path(path, "source").resolve())
     manifest = file.manifest()
     if not is_gguf(file.root):
         raise InvalidGguf(f"{quote(file.root)} is not a GGUF file: it does not begin with 'GGUF'")

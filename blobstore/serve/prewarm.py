@@ -7,9 +7,9 @@ the cache. Everything else becomes the store's own, as by ``blobstore sync``.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.operations.transfer.sync import read_lock, sync_models
@@ -45,7 +45,7 @@ class Prewarm:
         """Read the lock file, and begin. Raises NotFound, UsageError or BlobstoreError as ``blobstore sync``."""
         self._library, self._through, self._note = library, through, note
         self._ended = threading.Event()
-        library.awaited = read_lock(Path(file))
+        library.awaited = read_lock(local_path(file, "source"))
         threading.Thread(target=self._run, name="blobstore-prewarm", daemon=True).start()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from blobstore.errors import BlobstoreError
 from blobstore.serve.hub import ROUTES, hub_response
 from blobstore.serve.hub_calls import READS
-from blobstore.serve.messages import bytes_response, failure, without_body
+from blobstore.serve.messages import bytes_response, failure
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, Refused, error_response, refusal_response
 from blobstore.serve.registry import NO_REFERRERS, is_list, registry_response
@@ -60,20 +60,19 @@ def answer(
     request = _in_origin_form(request)
 
     def respond(make: Callable[[], Response]) -> Response:
-        """Return a response as it is sent, or that of a refusal in the words of the client's protocol."""
+        """Return a response, or that of a refusal in the words of the client's protocol."""
         try:
-            response = make()
+            return make()
         except InvalidTarget as error:
-            response = failure(str(error), 400)
+            return failure(str(error), 400)
         except Refused as refused:
-            response = refused.response
+            return refused.response
         except Refusal as refusal:
-            response = refusal_response(
+            return refusal_response(
                 refusal,
                 is_registry=parse_target(request.target).is_of_registry,
                 reads_tokens=pull_through is not None and pull_through.reads_tokens(request),
             )
-        return without_body(request, response)
 
     def found() -> Response:
         target = parse_target(request.target)

@@ -7,9 +7,9 @@ import ipaddress
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, read_regular
 from blobstore.core.libraries import optional_libraries
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import os
     import ssl
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.pull_through import PullThrough
@@ -116,7 +117,8 @@ def serve(
     fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
     tokens: Watched[Access] | None = None
     if token_file is not None:
-        tokens = Watched([Path(token_file)], partial(_read_tokens, Path(token_file)), lines.note)
+        file = local_path(token_file, "source")
+        tokens = Watched([file], partial(_read_tokens, file), lines.note)
 
     def access() -> Access:
         return fixed if tokens is None else tokens.value
@@ -165,7 +167,7 @@ def _own_token(file: str | os.PathLike[str] | None, log: Log) -> str:
     """Return the first token of a file; empty without a file."""
     if file is None:
         return ""
-    path = Path(file)
+    path = local_path(file, "source")
     own: Watched[Access] = Watched([path], partial(_read_tokens, path), log.note)
     return next(one.secret.decode() for one in own.value.tokens or ())
 
@@ -229,7 +231,7 @@ def _certificate(
         raise UsageError(
             "TLS needs both a certificate and its key", advice="give tls_cert and tls_key"
         )
-    pair = Path(chain), Path(key)
+    pair = local_path(chain, "source"), local_path(key, "source")
     return Watched(pair, lambda _: (read_certificate(*pair), ""), log.note)
 
 

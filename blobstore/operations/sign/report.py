@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
@@ -122,7 +122,10 @@ def check_signatures(
     """
     store = LocalStore.to_read(store)
     policy = read_policy(store)
-    known = [PublicKey.from_pem(read_key(Path(path)), Path(path).name) for path in keys]
+    known = [
+        PublicKey.from_pem(read_key(path), path.name)
+        for path in (local_path(it, "source") for it in keys)
+    ]
     known += policy.keys if policy is not None else ()
     found = []
     for reference in named_models(store, references) or tuple(store.references(on_error=on_error)):

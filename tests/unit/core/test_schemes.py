@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import blobstore
 from blobstore.core.schemes import advice_for, check_path, respelled, scheme_of
 from blobstore.errors import UsageError
 
@@ -40,6 +42,23 @@ def test_a_dash_is_no_file_to_write() -> None:
         check_path("-", "target")
     check_path("./-", "target")
     check_path("-", "source")
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+def test_a_text_that_no_path_can_be_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="has a character that no path can have"):
+        check_path(text, "source")
+    check_path("\udc80", "source")  # a byte that is not Unicode
+    calls: list[Callable[[], object]] = [
+        lambda: blobstore.open(f"{text}.gguf"),
+        lambda: blobstore.verify(store=text),
+        lambda: blobstore.check_signatures(keys=[text]),
+        lambda: blobstore.start_server(token_file=text),
+        lambda: blobstore.inspect(text),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="no path can have"):
+            call()
 
 
 def test_an_unknown_scheme_is_refused_too_and_secrets_are_not_shown() -> None:

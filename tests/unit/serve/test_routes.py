@@ -147,7 +147,7 @@ def test_what_both_stores_lack_is_answered_by_the_one_that_has_the_repository(
 ) -> None:
     copy_model("org/model", "org/theirs", store=library.store)
     found = ask(above, target, shared=library)
-    assert found == ask(library, target)
+    assert found == ask(library, target) == ask(above, target, "HEAD", shared=library)
     assert found != ask(above, target)
 
 

@@ -11,7 +11,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import NotTrusted
-from blobstore.objects import client
+from blobstore.objects import client, conditional_writes
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.open import open_files
 from blobstore.operations.sign.sign import sign_model
@@ -26,7 +26,7 @@ from tests.support.signing import KeyFiles, key_files, policy
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     monkeypatch.setattr(client, "_RETRIES", {"max_retries": 0})
-    monkeypatch.setattr(client, "_PAUSE", 0)
+    monkeypatch.setattr(conditional_writes, "_PAUSE", 0)
     monkeypatch.setitem(sys.modules, "botocore.session", None)  # the keys are in the environment
     with hostile_s3() as running:
         running.set_environment(monkeypatch)
