@@ -139,10 +139,16 @@ class Commits:
         return found
 
     def _find_sources(self, references: Iterable[Reference]) -> None:
+        by_key: dict[Digest, _Source] = {}
         for reference in references:
             version = self._store.manifest_version(reference)
-            if version is not None:
-                self._sources[reference] = version, self._source(reference)
+            if version is None:
+                continue
+            key = self._tags.key(reference, version)
+            source = (by_key.get(key) if key else None) or self._source(reference)
+            if key is not None and source.until == math.inf:
+                by_key[key] = source
+            self._sources[reference] = version, source
 
     def _source(self, reference: Reference, data: bytes | None = None) -> _Source:
         """Return what a name was fetched from, or what it was when it had the manifest ``data``."""

@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion
-from blobstore.errors import BlobstoreError, InvalidManifest, InvalidReference, ModelNotFound
-from blobstore.manifests.descriptor import PlainDescriptors
-from blobstore.manifests.model import Manifest
+from blobstore.errors import BlobstoreError, InvalidReference
 from blobstore.manifests.reference import Reference
 from blobstore.serve.expiring import bounded
 from blobstore.serve.made_digests import (
@@ -37,11 +35,13 @@ from blobstore.serve.made_digests import (
     write_made,
 )
 from blobstore.serve.unprepared import NotListed, prepared
+from blobstore.store.catalog import read_some
 from blobstore.store.scan import folders_and_files, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from blobstore.store.catalog import CatalogEntry
     from blobstore.store.local import LocalStore
 
     Seen = Callable[[Iterable[Reference]], Sequence[Reference]]
@@ -261,14 +261,19 @@ class Tags:
                 return
             manifests = _Manifests(folder, unnoted=former.unnoted, reading=former.reading)
             by_key = {one.key: one for one in list(former.known.values())}
-            parsed = PlainDescriptors()
+            changed = []
             for tag in folder.tags:
                 version = manifests.versions[tag] = self._store.manifest_version(tag)
-                one = former.known.get(tag)
-                if one is None or version is None or former.versions.get(tag) != version:
-                    one = self._read_one(tag, by_key, parsed)
-                if one is not None:
+                if (one := former.known.get(tag)) is not None:
                     manifests.known[tag] = one
+                if one is None or version is None or former.versions.get(tag) != version:
+                    changed.append(tag)
+            catalog = read_some(self._store, changed)
+            for tag in changed:
+                manifests.known.pop(tag, None)
+                if (one := self._read_one(catalog.get(tag), by_key)) is not None:
+                    manifests.known[tag] = one
+            catalog.references.save()
             keys = {tag: one.key for tag, one in manifests.known.items()}
             manifests.keys = former.keys if keys == former.keys else keys
             if former.folder is None:
@@ -276,20 +281,23 @@ class Tags:
             manifests.look()
             self._manifests[path] = manifests
 
-    def _read_one(
-        self, tag: Reference, by_key: dict[Digest, _Known], parsed: PlainDescriptors
-    ) -> _Known | None:
-        try:
-            data = self._store.read_manifest(tag)
-        except (ModelNotFound, InvalidManifest):
+    def _read_one(self, entry: CatalogEntry | None, by_key: dict[Digest, _Known]) -> _Known | None:
+        if entry is None:
             return None
-        key = Digest.of(data)
-        one = by_key.setdefault(key, _Known(key))
-        if not one.blobs:
+        key = entry.digest
+        if key is None:  # it breaks the format
             with contextlib.suppress(BlobstoreError):
-                blobs = Manifest.from_bytes(data, parsed).blobs
-                one.blobs = numbers_of(blob.digest for blob in blobs)
+                key = Digest.of(self._store.read_manifest(entry.reference))
+        one = by_key.setdefault(key, _Known(key)) if key is not None else None
+        if one is not None and not one.blobs:
+            one.blobs = numbers_of(entry.blobs)
         return one
+
+    def key(self, tag: Reference, version: FileVersion) -> Digest | None:
+        """Return the digest of the manifest that a tag had when its file had this version; None if nobody has asked."""
+        manifests = self._manifests.get(self._path(tag), _Manifests())
+        one = manifests.known.get(tag)
+        return one.key if one is not None and manifests.versions.get(tag) == version else None
 
     # Digests
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.digest import Digest
-from blobstore.manifests.reference import DEFAULT_TAG
+from blobstore.manifests.reference import DEFAULT_TAG, natural_order
 from blobstore.serve.commits import served_commit
 from blobstore.serve.messages import Content
 from blobstore.serve.names import any_tag
@@ -218,7 +218,7 @@ class Visible:
             origin = origins.get(one)
             if one not in found and self.shows(origin):
                 found[one] = served_commit(origin, key)
-        return dict(sorted(found.items()))
+        return _by_tag(found)
 
     def _complete(self, model: ServedModel | None) -> ServedModel | None:
         """Return a model with the files that can be fetched, too."""
@@ -372,4 +372,9 @@ class Joined(Visible):
         other = self._other.commits(self._other.spelled(repository))
         taken = {one.tag for one in own}
         found = {one: commit for one, commit in other.items() if one.tag not in taken}
-        return dict(sorted({**found, **own}.items()))
+        return _by_tag({**found, **own})
+
+
+def _by_tag(commits: Mapping[Reference, str]) -> dict[Reference, str]:
+    # Faster than to compare references: there may be very many.
+    return dict(sorted(commits.items(), key=lambda item: natural_order(item[0].tag)))

@@ -88,6 +88,7 @@ class Layout:
         self.policy = root / ".blobstore" / "trust.toml"
         """The policy: which signatures the models of the store need."""
         # Prefixes, built once: pathlib would take long to join thousands of paths.
+        self._manifests = str(self.manifests)
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)
@@ -119,6 +120,10 @@ class Layout:
     def given_names(self, user: int) -> Path:
         """Return the path of a user's journal of names; see :mod:`blobstore.store.spellings`."""
         return self.headers.parent / f"references-{user}-names"
+
+    def manifest_file(self, reference: Reference) -> str:
+        """Return the path of a manifest as a string, because there may be very many names."""
+        return "/".join((self._manifests, *reference.parts))
 
     def manifest(self, reference: Reference) -> Path:
         """Return the path of a manifest."""

@@ -16,7 +16,8 @@ from blobstore.store.scan import folders_and_files
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_VERSION: Final = struct.Struct("=3Q2q")
+VERSION: Final = struct.Struct("=3Q2q")
+"""Of a file or folder, as bytes: they take a third of the memory of the numbers."""
 MARGIN_NS: Final = 3 * 10**9
 """What was changed so short a time ago may change again without a new version; see ``verified_cache``."""
 
@@ -31,30 +32,31 @@ class Listings:
 
     def __init__(self, versions: Buffer = b"", names: Buffer = b"") -> None:
         """Take the tables that :meth:`tables` returned."""
-        known = list(_VERSION.iter_unpack(versions))
+        known = [version for (version,) in struct.iter_unpack("40s", versions)]
         texts = os.fsdecode(bytes(names)).split("\0")
-        self._known: dict[str, tuple[tuple[int, ...], str]] = dict(
+        self._known: dict[str, tuple[bytes, str]] = dict(
             zip(texts, zip(known, texts[len(known) :], strict=False), strict=False)
         )
-        self._seen: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._seen: dict[str, tuple[bytes, str]] = {}
         self.is_new = False
         """Whether a folder was listed that is kept."""
 
     def folders_and_files(self, folder: str) -> tuple[list[str], list[str]]:
         """Return what :func:`.folders_and_files` does, from what is kept if the folder has not changed."""
         version = FileVersion.of(folder)  # before it is listed: a change in between makes another
+        key = VERSION.pack(*version or (0,) * 5)
         known = self._known.get(folder)
-        if known is not None and known[0] == version:
+        if known is not None and known[0] == key:
             self._seen[folder] = known
             return [], known[1].split("/")
         folders, files = folders_and_files(folder)
         if version is not None and files and not folders and is_settled(version):
-            self._known[folder] = self._seen[folder] = version, "/".join(files)
+            self._known[folder] = self._seen[folder] = key, "/".join(files)
             self.is_new = True
         return folders, files
 
     def tables(self) -> tuple[bytes, bytes]:
         """Return the versions and the names of the folders that were asked for, or of all if none was."""
         kept = self._seen or self._known
-        versions = b"".join(_VERSION.pack(*version) for version, _ in kept.values())
+        versions = b"".join(version for version, _ in kept.values())
         return versions, os.fsencode("\0".join((*kept, *(names for _, names in kept.values()))))

@@ -56,7 +56,7 @@ class ManifestReader(BlobReader):
 
         A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
         """
-        return FileVersion.of(self.manifest_path(reference))
+        return FileVersion.of(self._layout.manifest_file(Reference.of(reference)))
 
     def resolve(self, reference: str | Reference) -> Manifest:
         """Return the manifest of a model, checked against its config if that can be read.

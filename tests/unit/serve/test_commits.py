@@ -92,6 +92,27 @@ def test_names_of_fetched_models_are_looked_at_without_reading_a_file_each(
     assert Visible.of(library).shows(origins[NAME])
 
 
+def test_a_manifest_of_many_names_is_read_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        copy_model("org/model", f"org/model:v{number}", store=library.store)
+    second = save(library.store, 2)
+    keys = prepared(lambda: library.keys(NAME))
+    read: list[Reference] = []
+    read_manifest = library.store.read_manifest
+
+    def noted(name: Reference) -> bytes:
+        read.append(name)
+        return read_manifest(name)
+
+    monkeypatch.setattr(library.store, "read_manifest", noted)
+    commits = prepared(lambda: Visible.of(library).commits(NAME))
+    assert [commit == second for commit in commits.values()] == [True, *[False] * 5]
+    assert len(commits) == len(keys) == 6
+    assert len(read) == 2
+
+
 def test_a_version_that_was_removed_is_absent(library: Library) -> None:
     store = library.store
     commit = save(store, 2, "org/model:v2")

@@ -20,6 +20,7 @@ from blobstore.serve.library import Library
 from blobstore.serve.tags import MANY, Tags
 from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.serve.visible import Visible
+from blobstore.store import references
 from blobstore.store.local import LocalStore
 from blobstore.store.scan import folders_and_files
 from tests.support.serve import ask, body_of, json_of
@@ -238,6 +239,31 @@ def test_what_is_made_is_noted_for_the_next_server(
     assert described == [added[3], other]  # its name is another
 
 
+def test_manifests_are_not_read_again_by_the_next_server(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
+    added = add_tags(library, MANY)
+    (library.store.manifest_path(REPOSITORY).parent / "damaged").write_bytes(b"{")
+    read: list[Reference] = []
+    read_manifest = LocalStore.read_manifest
+
+    def noted(store: LocalStore, name: Reference) -> bytes:
+        read.append(name)
+        return read_manifest(store, name)
+
+    monkeypatch.setattr(LocalStore, "read_manifest", noted)
+    first, later = (Tags(library.store, describer([])) for _ in range(2))
+    keys = prepared(lambda: first.keys(REPOSITORY))
+    damaged = Reference.parse("org/model:damaged")
+    assert set(keys) == set(read) == {REPOSITORY, damaged, *added}
+    read.clear()
+    assert prepared(lambda: later.keys(REPOSITORY)) == keys
+    assert set(read) == {damaged}
+    blob = library.store.resolve(added[3]).config.digest
+    assert having(later, blob) == having(first, blob) == [added[3]]
+
+
 def test_a_tag_that_is_added_while_its_repository_is_listed_is_there_at_once(
     library: Library, tags: Tags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +355,7 @@ def test_what_clients_were_given_is_noted_from_time_to_time(
 def test_an_absent_digest_opens_no_blob_after_a_look_ahead(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(references, "_MARGIN_NS", -(10**12))
     add_tags(library, MANY)
     opened: list[Digest] = []
     read = LocalStore.read_blob

@@ -10,7 +10,7 @@ from blobstore.core.files import FileVersion
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store import listings, scan
 from blobstore.store.catalog import read_catalog
-from blobstore.store.listings import Listings, is_settled
+from blobstore.store.listings import VERSION, Listings, is_settled
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 
@@ -124,7 +124,7 @@ def test_gc_keeps_models_that_listings_hide(tmp_path: Path, names: str) -> None:
         known.listings.folders_and_files(str(folder))
         version = FileVersion.of(folder)
         assert version is not None
-        known.listings._seen[str(folder)] = version, names
+        known.listings._seen[str(folder)] = VERSION.pack(*version), names
     known.save([])
     assert [one for one in read_catalog(store) if one.error is None] == []
     assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
