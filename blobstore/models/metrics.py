@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _MAX_SIZE: Final = 1 << 20
 """Bytes; a larger file is not read for metrics."""
 _LARGEST: Final = sys.float_info.max
-_NOTHING: Final[Mapping[str, float]] = {}
 
 
 def read_metrics(store: BlobDescriber, manifest: Manifest) -> Mapping[str, float]:
@@ -29,13 +28,8 @@ def read_metrics(store: BlobDescriber, manifest: Manifest) -> Mapping[str, float
             try:
                 value = strict_json.loads(store.read_blob(layer.digest, layer.size))
             except (BlobstoreError, ValueError):  # show and verify report a blob that is damaged
-                return _NOTHING
+                return {}
             if isinstance(value, dict):
-                return {key: one for key, one in value.items() if _is_number(one)}
-    return _NOTHING
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -_LARGEST <= value <= _LARGEST
+                numbers = ((key, one) for key, one in value.items() if type(one) in (int, float))
+                return {key: one for key, one in numbers if -_LARGEST <= one <= _LARGEST}
+    return {}

@@ -37,22 +37,11 @@ def export_checkpoint(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write all of a step, or any other model, as a folder of ``torch.distributed.checkpoint``.
+    """Write all of a step, or any other model, as a folder of ``torch.distributed.checkpoint``. Raises as :func:`load`.
 
     Its ``load`` reads the folder with ``FileSystemReader``, on any number of ranks. Blobs are mapped, so that
-    memory is needed only for the tensors of frozen ones. The digests of all are checked first.
-
-    Args:
-        reference: the name of the step, or of its state.
-        folder: the folder to create; it may exist if it is empty.
-        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        force: replace a folder that has only files of the same names, or weights.
-        progress: called with a tensor, bytes done and total bytes.
-
-    Raises:
-        ModelNotFound: the store has no such step.
-        BlobMissing, BlobDamaged, InvalidManifest: it is damaged.
-        BlobstoreError: the folder exists or cannot be written.
+    memory is needed only for the tensors of frozen ones. The digests of all are checked first. ``force`` replaces a
+    folder that has only files of the same names, or weights.
     """
     started = time.monotonic()
     target = resolve_target(folder, force=force)
@@ -79,14 +68,7 @@ def export_trainer(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a step as a folder of the Trainer of transformers, for ``resume_from_checkpoint``.
-
-    Args:
-        reference: the name of a step that was imported with ``create(…, state=True)``, or of its state.
-        folder: as for :func:`export_checkpoint`, as the other arguments.
-        store: as there.
-        force: as there.
-        progress: called for the model.
+    """Write a step of ``create(…, state=True)`` as a folder of the Trainer of transformers, to resume from it.
 
     Raises:
         UsageError: the step has no state of the Trainer, or its model or its state was replaced without the other.
@@ -98,9 +80,7 @@ def export_trainer(
     with open_step(reference, store, framework="torch", verify="digest") as model:
         manifest, state = model.manifest, read_state(model)
     found = {f"{part}{'.pth' if f'{part}'[:3] == 'rng' else '.pt'}": state[part] for part in state}
-    parts = [
-        name for name in found if is_valid_part(name) and any_glob_matches(name, TRAINER_STATE)
-    ]
+    parts = [name for name in filter(is_valid_part, found) if any_glob_matches(name, TRAINER_STATE)]
     if not parts:
         raise UsageError(f"{reference} has no optimizer and no other part of the Trainer's state")
     with atomic_folder(target, force=force) as new:

@@ -274,7 +274,7 @@ class StoreWriter(StorageWriter, AsyncStager):
             added |= its_added
             values |= its_values
         for item in added.values():
-            place.adopt(item)
+            place.blobs.adopt(item)
         paths = dict(metadata.planner_data or {})
         state = nested([(tuple(paths.get(key, (key,))), value) for key, value in values.items()])
         try:

@@ -14,7 +14,7 @@ import functools
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import cli_command, quote
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.create.places import StepBlobs
     from blobstore.planning.grouping import BlobPlan, ExpertForm
     from blobstore.planning.plan import ModelPlan, QuantizeOptions
     from blobstore.sources.base import TensorSource
@@ -463,21 +464,11 @@ def _add_tensors(
     return failed
 
 
-class BlobAdder(Protocol):
-    """A place that blobs are added to."""
-
-    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
-        """Add a blob; see :meth:`Ingest.add`."""
-
-    def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that is there already, and keep it; see :meth:`Ingest.find`."""
-
-
 def add_files(
     source: TensorSource,
     plan: ModelPlan,
     files: Sequence[FileLayer],
-    ingest: BlobAdder,
+    ingest: StepBlobs,
     added: list[Ingested],
     pool: WorkerPool,
 ) -> Manifest:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeAlias
 
-    from blobstore.core.digest import BlobId
     from blobstore.manifests.model import Manifest
     from blobstore.operations.create.step import StepPlan
     from blobstore.store.ingest import Buffers, Ingest
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     # What is in object storage does what that of folders says.
     Place: TypeAlias = "_Folder | _Objects"
-    StepBlobs: TypeAlias = "Ingest | _ObjectBlobs"
+    StepBlobs: TypeAlias = "Ingest | _Objects"
 
 _REQUESTS = 16
 
@@ -90,10 +89,6 @@ class _Folder:
         """Explain the errors of a full disk in a block."""
         return with_space(self._store, (), 0)
 
-    def adopt(self, item: Ingested) -> None:
-        """Publish with this import what another rank has added to it."""
-        self.blobs.adopt(item)
-
     def publish(
         self, plan: StepPlan, added: Mapping[str, Ingested], record: bytes
     ) -> tuple[list[Manifest], bool]:
@@ -115,56 +110,21 @@ class _Folder:
         self._open.close()
 
 
-class _ObjectBlobs:
-    """Adds blobs to object storage."""
+class _Objects:
+    """A step in object storage, which adds its blobs itself."""
 
     machine_folder = ""
     """No file can be written in parts."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self.written: set[Digest] = set()
-
-    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
-        """Add a blob; see :meth:`Ingest.add`.
-
-        A key is the digest of all bytes. So those that can be read only once wait in a temporary file, one blob at a
-        time.
-        """
-        with tempfile.TemporaryFile(prefix="blobstore-step-", buffering=0) as spool:
-            digester = Digester()
-            for buffer in buffers():
-                digester.update(buffer)
-                if once:
-                    write_all(spool.fileno(), buffer)
-            digest = digester.digest()
-            if self._has(digest, size):
-                return Ingested(digest, size, written=False)
-            again = pieces_of(spool.fileno()) if once else buffers()
-            self._objects.put_blob(digest, size, again)
-            self.written.add(digest)
-            return Ingested(digest, size, written=True)
-
-    def sync(self) -> None:
-        """Do nothing: what is in object storage is durable."""
-
-    def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that is there now; :meth:`_Objects.publish` looks for it again."""
-        return Ingested(digest, size, written=False) if self._has(digest, size) else None
-
-    def _has(self, digest: Digest, size: int) -> bool:
-        with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
-            return self._objects.exists(digest, size, LOOK_FOR_BLOB)
-        return False
-
-
-class _Objects:
-    """A step in object storage."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-        self.blobs = _ObjectBlobs(objects)
+        self._written: set[Digest] = set()
         self._open = contextlib.ExitStack()
+
+    @property
+    def blobs(self) -> _Objects:
+        """See :attr:`_Folder.blobs`."""
+        return self
 
     def begin(self, plan: StepPlan, reference: Reference) -> str:
         objects = self._objects
@@ -179,40 +139,67 @@ class _Objects:
     def checked(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
+        """Add a blob; see :meth:`Ingest.add`.
+
+        A key is the digest of all bytes. So those that can be read only once wait in a temporary file, one blob at a
+        time.
+        """
+        with tempfile.TemporaryFile(prefix="blobstore-step-", buffering=0) as spool:
+            digester = Digester()
+            for buffer in buffers():
+                digester.update(buffer)
+                if once:
+                    write_all(spool.fileno(), buffer)
+            digest = digester.digest()
+            found = self.find(digest, size)
+            if found is not None:
+                return found
+            again = pieces_of(spool.fileno()) if once else buffers()
+            self._objects.put_blob(digest, size, again)
+            self._written.add(digest)
+            return Ingested(digest, size, written=True)
+
+    def find(self, digest: Digest, size: int) -> Ingested | None:
+        """Return a blob that is there now; :meth:`publish` looks for it again."""
+        with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
+            if self._objects.exists(digest, size, LOOK_FOR_BLOB):
+                return Ingested(digest, size, written=False)
+        return None
+
     def adopt(self, item: Ingested) -> None:
+        """Do nothing but remember: what is in object storage has its name."""
         if item.written:
-            self.blobs.written.add(item.digest)
+            self._written.add(item.digest)
+
+    def sync(self) -> None:
+        """Do nothing: what is in object storage is durable."""
 
     def publish(
         self, plan: StepPlan, added: Mapping[str, Ingested], record: bytes
     ) -> tuple[list[Manifest], bool]:
         objects = self._objects
-        manifests = plan.manifests(self.blobs, added, record)
+        manifests = plan.manifests(self, added, record)
         data = [manifest.to_bytes() for manifest in manifests]
         blobs = {blob.id for manifest in manifests for blob in manifest.blobs}
         digests = [*map(Digest.of, data), *(blob.digest for blob in blobs)]
         with leased(objects.client, digests) as check:
             # Only now they are kept: a collection may have removed those that were found before.
-            old = [blob for blob in blobs if blob.digest not in self.blobs.written]
-            if not all(WorkerPool(_REQUESTS, None, 0).run(old, self._is_there)):
+            old = [blob for blob in blobs if blob.digest not in self._written]
+            if None in WorkerPool(_REQUESTS, None, 0).run(old, lambda blob: self.find(*blob)):
                 raise StoreBusy(
                     "garbage was collected while the step was written, and parts of it are gone",
                     advice="save the step again",
                 )
             starts = {added[blob.name].digest: blob.header for blob in plan.blobs}
             for manifest, one in zip(manifests, data, strict=True):
-                objects.put_headers(Digest.of(one), pack_headers(_headers(manifest, starts)))
+                layers = manifest.layers_of(media_types.TENSOR)
+                headers = {layer.digest: starts[layer.digest] for layer in layers}
+                objects.put_headers(Digest.of(one), pack_headers(headers))
             check()
             for (name, _, tag), one in zip(self._names, data, strict=True):
                 objects.place(name, one, tag)
         return manifests, self._names[-1][1] not in (None, data[-1])
 
-    def _is_there(self, blob: BlobId) -> bool:
-        return self._objects.exists(*blob, LOOK_FOR_BLOB)
-
     def close(self) -> None:
         self._open.close()
-
-
-def _headers(manifest: Manifest, starts: Mapping[Digest, bytes]) -> Mapping[Digest, bytes]:
-    return {layer.digest: starts[layer.digest] for layer in manifest.layers_of(media_types.TENSOR)}

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.create.create import BlobAdder
+    from blobstore.operations.create.places import StepBlobs
     from blobstore.planning.grouping import BlobPlan
     from blobstore.planning.plan import ModelPlan
     from blobstore.store.ingest import Ingested
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
             plan = options.plan(source)
         return cls(source, options, plan)
 
-    def manifest(self, added: Mapping[str, Ingested], adder: BlobAdder) -> Manifest:
+    def manifest(self, added: Mapping[str, Ingested], adder: StepBlobs) -> Manifest:
         """Return the manifest, after adding the blobs that are not tensors."""
         record, _ = source_record(self.source, self.plan.blobs, self.options)
         layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
@@ -157,7 +157,7 @@ class StepPlan:
         return [reference] if self.model is None else [state_of(reference), reference]
 
     def manifests(
-        self, blobs: BlobAdder, added: Mapping[str, Ingested], record: bytes
+        self, blobs: StepBlobs, added: Mapping[str, Ingested], record: bytes
     ) -> list[Manifest]:
         """Return the manifests of :meth:`names`, after adding the blobs without tensors.
 
