@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from blobstore.integrations.torch_checkpoint.windows import Window, parts_of, rounds_of
+from blobstore.integrations.torch_checkpoint.windows import Part, Window, parts_of, rounds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from blobstore.integrations.torch_checkpoint.windows import Box, Part
+    from blobstore.integrations.torch_checkpoint.windows import Box
 
-    Bytes = TypeVar("Bytes", Window, Part)
+Item = TypeVar("Item", Window, Part)
 
 
 @contextlib.contextmanager
@@ -60,17 +60,17 @@ def exchange(
     for windows in itertools.zip_longest(*rounds, fillvalue=()):
         parts = [list(parts_of(its, chunks[rank])) for its in windows]
         coming = [list(parts_of(windows[rank], its)) for its in chunks]
-        sent, received = _buffer(parts, device), _buffer(coming, device)
+        sent, received = _Buffer(parts, device), _Buffer(coming, device)
         with kept(errors):
-            for part, target in _places(parts, sent):
+            for part, target in sent.places:
                 target.copy_(read(part))
-        sizes = list(map(_size, coming)), list(map(_size, parts))
-        dist.all_to_all_single(received, sent, *sizes, group=group)
-        own = [windows[rank]]
-        places = dict(_places(own, _buffer(own, torch.device("cpu"))))
-        for part, data in _places(coming, received):
-            places[Window(part.key, part.window)][part.box.within(part.window)].copy_(data)
-        yield from (place.view(-1).numpy().data for place in places.values())
+        dist.all_to_all_single(
+            received.memory, sent.memory, received.sizes, sent.sizes, group=group
+        )
+        own = dict(_Buffer([windows[rank]], torch.device("cpu")).places)
+        for part, data in received.places:
+            own[Window(part.key, part.window)][part.box.within(part.window)].copy_(data)
+        yield from (place.view(-1).numpy().data for place in own.values())
 
 
 def all_agree(group: dist.ProcessGroup | None, votes: Sequence[bool]) -> list[bool]:
@@ -87,20 +87,13 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _size(parts: Iterable[Window | Part]) -> int:
-    return sum(part.box.nbytes for part in parts)
+class _Buffer(Generic[Item]):
+    """The parts of all ranks, one after the other."""
 
-
-def _buffer(parts: Sequence[Sequence[Window | Part]], device: torch.device) -> torch.Tensor:
-    return torch.empty(sum(map(_size, parts)), dtype=torch.uint8, device=device)
-
-
-def _places(
-    parts: Sequence[Sequence[Bytes]], buffer: torch.Tensor
-) -> Iterator[tuple[Bytes, torch.Tensor]]:
-    """Yield where each part lies in a buffer that has the parts of all ranks, one after the other."""
-    begin = 0
-    for part in itertools.chain.from_iterable(parts):
-        end = begin + part.box.nbytes
-        yield part, buffer[begin:end].view(part.box.sizes)
-        begin = end
+    def __init__(self, parts: Sequence[Sequence[Item]], device: torch.device) -> None:
+        self.sizes = [sum(part.box.nbytes for part in its) for its in parts]
+        self.memory = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        every = list(itertools.chain.from_iterable(parts))
+        pieces = torch.split(self.memory, [part.box.nbytes for part in every])
+        views = [piece.view(part.box.sizes) for part, piece in zip(every, pieces, strict=True)]
+        self.places: list[tuple[Item, torch.Tensor]] = list(zip(every, views, strict=True))
