@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import TensorSource
-    from blobstore.sources.distributed.folder import Assembled
 
 TRAINER_STATE: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """Patterns of the files that the Trainer of transformers has next to the model."""
@@ -58,7 +57,7 @@ class _StateFile(Checkpoint):
 
 
 class TrainingState:
-    """The state of a training, around the source of its model, which stays open."""
+    """The state of a training, around the source of its model, which stays open, and checks whether files change."""
 
     def __init__(self, model: TensorSource, path: Path) -> None:
         """Open what there is besides the model in the folder or file ``path``.
@@ -68,7 +67,6 @@ class TrainingState:
             DamagedSource, SourceError: a file is damaged, or cannot be read.
         """
         self._model = model
-        self._files: list[_StateFile] = []
         self.notices = list(model.notices)
         self.files = {
             file.name: self._content(file.path) if file.content is None else file.content
@@ -96,11 +94,6 @@ class TrainingState:
             self.record = encode_state(state, WRITERS)
             """The content of the file with the state."""
             self.close = opened.pop_all().close
-
-    def check_unchanged(self) -> None:
-        """Check that no file has changed since it was opened. Raises DamagedSource."""
-        self._model.check_unchanged()
-        self._model.versions.check({file.path: file.version() for file in self._files})
 
     def _content(self, path: Path) -> bytes:
         self._model.versions.record(path)
@@ -145,7 +138,9 @@ class TrainingState:
             "optimizer": {
                 "state": {
                     name: {
-                        key: one if isinstance(one, int | float) else _assembled(model, one)
+                        key: one
+                        if isinstance(one, int | float)
+                        else SavedTensor(one.spec, partial(_read, model.read_tensor, one))
                         for key, one in its.items()
                     }
                     for name, its in moments.items()
@@ -156,10 +151,19 @@ class TrainingState:
         return self._with_files(path, state)
 
     def _with_files(self, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with what the files of the Trainer have."""
-        for found in sorted(folder.iterdir()):
-            if any_glob_matches(found.name, TRAINER_FILES):
-                self._add_file(found, state)
+        """Return a state with what the files of the Trainer have; keep others as they are."""
+        for path in sorted(folder.iterdir()):
+            if any_glob_matches(path.name, TRAINER_STATE):
+                try:
+                    file = self._open(path)
+                    state[path.stem] = PlainParts(_tensors(file)).of(file.content)
+                    continue
+                except UnsupportedSource as error:
+                    self.notices.append(f"kept as a file: {error.message}")
+            if any_glob_matches(
+                path.name, TRAINER_FILES
+            ):  # also options, which only their own code can read
+                self.files[path.name] = self._content(path)
         return state
 
     def _open(self, path: Path) -> _StateFile:
@@ -167,20 +171,7 @@ class TrainingState:
         file = _StateFile(path, subtree=EVERYTHING, opener=self._model.versions.open)
         self._opened.callback(file.close)
         file.check_readable()
-        self._files.append(file)
         return file
-
-    def _add_file(self, path: Path, state: dict[str, Any]) -> None:
-        """Add a file of the Trainer to a state, or keep it as it is."""
-        try:
-            if path.suffix == ".bin":  # options, which only their own code can read
-                self.files[path.name] = self._content(path)
-                return
-            file = self._open(path)
-            state[path.stem] = PlainParts(_tensors(file)).of(file.content)
-        except UnsupportedSource as error:
-            self.files[path.name] = self._content(path)
-            self.notices.append(f"kept as a file: {error.message}")
 
     def _plain_parts(
         self, parts: Mapping[Any, Any], tensors: Mapping[str, SavedTensor]
@@ -201,10 +192,6 @@ def _tensors(source: TensorSource | Checkpoint) -> dict[str, SavedTensor]:
         name: SavedTensor(spec, partial(_read, source.read, name))
         for name, spec in source.specs.items()
     }
-
-
-def _assembled(source: ZeroFolder, tensor: Assembled) -> SavedTensor:
-    return SavedTensor(tensor.spec, partial(_read, source.read_tensor, tensor))
 
 
 def _read(read: Callable[[Any, memoryview], Iterator[memoryview]], tensor: Any) -> bytes:

@@ -65,6 +65,6 @@ def import_state(
             started=started,
             jobs=jobs,
             progress=progress,
-            check=state.check_unchanged,
+            check=opened.check_unchanged,
         )
         return replace(created, notices=tuple(state.notices))
