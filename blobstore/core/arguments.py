@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -55,6 +56,15 @@ def parse_bytes(text: str) -> int:
     if match is None or unit is None:
         raise UsageError(f"{quote(text)} is not a size such as 5GB or 500MiB")
     return int(float(match["number"]) * unit)
+
+
+def bytes_of(value: float | str) -> int:
+    """Return the bytes of an argument, which is a number or spells a size. Raises UsageError."""
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if not math.isfinite(value):
+        raise UsageError(f"{value} is not a number of bytes")
+    return int(value)
 
 
 def parse_seconds(text: str) -> float:

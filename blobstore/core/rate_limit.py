@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from blobstore.core.arguments import bytes_of
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,15 +19,15 @@ _MAX_CREDIT = 0.1
 class RateLimiter:
     """Limits work to ``rate`` bytes per second, over all threads that share the limiter."""
 
-    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float | str, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the clock.
 
         Raises:
-            UsageError: ``rate`` is not above 0.
+            UsageError: ``rate`` is not above 0, or spells no size.
         """
-        if not rate > 0:
-            raise UsageError(f"rate must be above 0, got {rate:g}")
-        self._rate = rate
+        self._rate = bytes_of(rate)
+        if self._rate <= 0:
+            raise UsageError(f"rate must be at least 1 byte per second, got {rate}")
         self._clock = clock
         self._lock = threading.Lock()
         self._paid_until = clock()

@@ -54,7 +54,7 @@ class _StoreOptions(TypedDict, total=False):
     read: Read
     thaw: bool
     cache: Cache
-    cache_limit: int | None
+    cache_limit: float | str | None
     progress: Progress | None
 
 
@@ -110,7 +110,7 @@ def open_model(
     read: Read = "auto",
     thaw: bool = False,
     cache: Cache = "keep",
-    cache_limit: int | None = None,
+    cache_limit: float | str | None = None,
     plan: bool = False,
     progress: Progress | None = None,
 ) -> Model | ReadPlan:
@@ -150,7 +150,7 @@ def open_model(
             default they are decompressed into memory of this process.
         cache: whether blobs of a remote model that were read completely are kept in the
             store: ``keep`` or ``none``.
-        cache_limit: bytes of blobs to keep for remote models, at most; those of the models that were not
+        cache_limit: bytes of blobs to keep for remote models, at most, or a text such as ``50GB``; those of the models that were not
             used for longest are removed first. The default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
         plan: open nothing, and return how many bytes would be read.
         progress: called with the bytes that the function waits for.
@@ -350,7 +350,7 @@ def _thaw(reference: Reference, store: local.LocalStore, progress: Progress | No
 
 @contextlib.contextmanager
 def _find_remote(
-    store: local.LocalStore, address: str, cache: Cache, cache_limit: int | None
+    store: local.LocalStore, address: str, cache: Cache, cache_limit: float | str | None
 ) -> Iterator[tuple[RemoteStore, Verdict | None]]:
     """Find a remote model, and what the policy says about it; its connections end with the block."""
     from blobstore.remotes.fetch_attached import attached

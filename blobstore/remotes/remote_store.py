@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import limits
-from blobstore.core.arguments import parse_bytes
+from blobstore.core.arguments import bytes_of
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
@@ -59,7 +59,7 @@ class RemoteStore:
         cold_layers: Callable[[], Mapping[Digest, ColdLayer]] = dict,
         base_layers: Callable[[], Mapping[Digest, ColdLayer]] = dict,
         cache: Cache = "keep",
-        cache_limit: int | None = None,
+        cache_limit: float | str | None = None,
     ) -> None:
         """Read nothing but the list of compressed forms.
 
@@ -318,7 +318,7 @@ def _listed_forms(
     return layers, base_layers() if lacks_base else {}
 
 
-def _cache_limit(given: int | None) -> int | None:
+def _cache_limit(given: float | str | None) -> int | None:
     """Return the limit of an argument, or of the environment. Raises UsageError."""
-    text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
-    return parse_bytes(text) if given is None and text else given
+    limit = os.environ.get("BLOBSTORE_CACHE_LIMIT") or None if given is None else given
+    return None if limit is None else bytes_of(limit)

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.arguments import local_path
+from blobstore.core.arguments import bytes_of, local_path
 from blobstore.core.escape import quote
 from blobstore.core.outcomes import Outcome, each_of
 from blobstore.core.targets import check_target
@@ -62,7 +62,7 @@ def export_model(
     folder: str | os.PathLike[str],
     *,
     store: StoreLike = None,
-    shard_size: int | None = None,
+    shard_size: float | str | None = None,
     single: bool = False,
     dequantize: bool = False,
     force: bool = False,
@@ -86,8 +86,8 @@ def export_model(
         folder: the folder to create; it may exist if it is empty.
         store: the store or its folder; by default the store of ``$BLOBSTORE_HOME`` or
             ``~/.blobstore``.
-        shard_size: bytes of tensors per file, instead of the source's files; a larger model becomes
-            several files with an index.
+        shard_size: bytes of tensors per file, or a text such as ``5GB``, instead of the source's files; a larger
+            model becomes several files with an index.
         single: write the tensors of each component to one file, instead of the source's files.
         dequantize: write quantized weights as plain values of their original element type if the
             store knows it, otherwise as bfloat16.
@@ -109,7 +109,8 @@ def export_model(
     started = time.monotonic()
     check_jobs(jobs)
     reference = Reference.of(reference)
-    if shard_size is not None and shard_size < 1:
+    size = None if shard_size is None else bytes_of(shard_size)
+    if size is not None and size < 1:
         raise UsageError(f"the shard size must be at least 1 byte, got {shard_size}")
     if single and shard_size is not None:
         raise UsageError("a single file has no shards; give --single or --shards")
@@ -118,7 +119,7 @@ def export_model(
     target = writer.resolve_target(folder, force=force)
     try:
         model = ModelContents(store, manifest)
-        plan = files_of(model, shard_size=shard_size, single=single, dequantize=dequantize)
+        plan = files_of(model, shard_size=size, single=single, dequantize=dequantize)
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)

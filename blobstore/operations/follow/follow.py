@@ -71,7 +71,7 @@ def follow(
     keep_last: int | None = None,
     once: bool = False,
     streams: int = STREAMS,
-    limit_rate: float | None = None,
+    limit_rate: float | str | None = None,
     jobs: int | None = None,
     plain_http: bool | None = None,
     stop: threading.Event | None = None,
@@ -100,7 +100,7 @@ def follow(
             once the next one is installed, and ``gc`` removes the blobs that only it needs.
         once: ask once, and raise errors.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
-        limit_rate: maximum number of bytes per second.
+        limit_rate: maximum number of bytes per second, or a text such as ``10MB``.
         jobs: number of threads; by default one per processor.
         plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
         stop: ends the iterator between two steps.

@@ -102,7 +102,7 @@ def verify_models(
     store: StoreLike = None,
     quick: bool = False,
     sample: str | float | None = None,
-    rate: float | None = None,
+    rate: float | str | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
     on_error: Callable[[StoreError], object] | None = None,
@@ -124,7 +124,7 @@ def verify_models(
             be parsed anyway.
         sample: the blobs to hash; the others are checked as by ``quick``. ``"5%"``, or 0.05, chooses other
             blobs each time, ``"2/7"`` the second of seven parts.
-        rate: the most bytes per second to read, by all threads together.
+        rate: the most bytes per second to read, by all threads together, or a text such as ``50MB``.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
         on_error: called with the error of each folder of manifests that cannot be read, whose models

@@ -98,7 +98,7 @@ def pull_model(
     store: StoreLike = None,
     prefix: str | None = None,
     streams: int = STREAMS,
-    limit_rate: float | None = None,
+    limit_rate: float | str | None = None,
     jobs: int | None = None,
     force: bool = False,
     cold: bool = True,
@@ -116,7 +116,7 @@ def pull_model(
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         prefix: ``[host/]namespace`` that the name gets instead of those of the address.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
-        limit_rate: maximum number of bytes per second.
+        limit_rate: maximum number of bytes per second, or a text such as ``10MB``.
         jobs: number of threads that hash blobs of the store; by default one per processor.
         force: replace another model that has the name. What an earlier pull from this address gave it is
             replaced without.

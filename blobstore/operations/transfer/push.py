@@ -114,7 +114,7 @@ def push_model(
     dry_run: bool = False,
     expected: Collection[Digest] = (),
     streams: int = 8,
-    limit_rate: float | None = None,
+    limit_rate: float | str | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
     """Push a model to a registry or to object storage. The name is published last.
@@ -137,7 +137,7 @@ def push_model(
         dry_run: send nothing, and return what would be sent.
         expected: blobs that ``dry_run`` takes for present, because other models will have brought them.
         streams: number of blobs to send at once.
-        limit_rate: maximum number of bytes per second.
+        limit_rate: maximum number of bytes per second, or a text such as ``10MB``.
         progress: called with the current blob, bytes done and total bytes. What ``cold`` compresses is
             counted apart, with a total of its own.
 

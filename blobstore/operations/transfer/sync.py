@@ -137,7 +137,7 @@ def sync_models(
     check: bool = False,
     replace_others: bool = True,
     streams: int = STREAMS,
-    limit_rate: int | None = None,
+    limit_rate: float | str | None = None,
     jobs: int | None = None,
     plain_http: bool | None = None,
     progress: Progress | None = None,

@@ -88,7 +88,7 @@ def verify_remote(
     *,
     sample: str | None = None,
     streams: int = STREAMS,
-    limit_rate: float | None = None,
+    limit_rate: float | str | None = None,
     plain_http: bool | None = None,
     progress: Progress | None = None,
 ) -> VerifiedRemote:
@@ -100,7 +100,7 @@ def verify_remote(
         sample: the blobs to read, and none of the others: ``"5%"`` chooses other blobs each time, ``"2/7"`` the
             second of seven parts.
         streams: number of blobs that are read at once.
-        limit_rate: maximum number of bytes per second.
+        limit_rate: maximum number of bytes per second, or a text such as ``10MB``.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from blobstore.core.arguments import local_path, one_or_more, seconds_of
+from blobstore.core.arguments import bytes_of, local_path, one_or_more, seconds_of
 from blobstore.errors import UsageError
 
 
@@ -24,6 +25,13 @@ def test_a_string_is_one_argument() -> None:
     assert one_or_more("*.onnx") == ("*.onnx",)
     assert one_or_more(["*.onnx", "*.bin"]) == ("*.onnx", "*.bin")
     assert one_or_more(()) == ()
+
+
+def test_a_size_is_a_number_of_bytes_or_a_text() -> None:
+    assert [bytes_of(one) for one in (5, 5.5, "5", "1.5KiB", "2 GB")] == [5, 5, 5, 1536, 2 * 10**9]
+    for wrong in (math.nan, math.inf, "1 h", ""):
+        with pytest.raises(UsageError):
+            bytes_of(wrong)
 
 
 @pytest.mark.parametrize(

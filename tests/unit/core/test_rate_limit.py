@@ -60,7 +60,9 @@ def test_threads_share_the_rate() -> None:
     assert sorted(waits) == pytest.approx([0.5 * turn for turn in range(1, 9)])
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("nan")])
-def test_rejects_a_rate_that_is_not_above_0(rate: float) -> None:
-    with pytest.raises(UsageError, match="rate must be above 0"):
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), "0", "fast"])
+def test_rejects_a_rate_that_is_not_above_0(rate: float | str) -> None:
+    with pytest.raises(
+        UsageError, match="rate must be at least 1 byte|not a number of bytes|not a size"
+    ):
         RateLimiter(rate)
