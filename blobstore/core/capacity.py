@@ -38,6 +38,9 @@ SEND: Final = Capacity(8, "queued", "sends: reads of files")
 DECODE: Final = Capacity(os.cpu_count() or 1, "queued", "decoding of pieces of frozen blobs")
 VERIFY: Final = Capacity(4, "queued", "verifications of blobs before they are sent")
 PREPARE: Final = Capacity(4, "queued", "preparations of models of the store")
+HASH: Final = Capacity(
+    2, "queued", "hashes of all bytes of large files, so that others do not wait for terabytes"
+)
 ARRIVALS: Final = Capacity(32, "refused", "arrivals: models that an upstream sends at once")
 PATIENT: Final = Capacity(
     16, "refused", "patient questions, for which a busy upstream is waited for"

@@ -124,7 +124,7 @@ def _resolve(call: Call, library: Visible) -> Response:
     if call.request.method != "HEAD":
         content = library.content(model, call.path)
     # A client that may have wrong bytes must not continue after them.
-    request = _whole(call.request) if library.is_distrusted(etag) else call.request
+    request = _whole(call.request) if library.is_distrusted(model, etag) else call.request
     return content_response(request, content, etag, headers, library.use(model))
 
 

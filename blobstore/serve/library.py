@@ -33,7 +33,7 @@ from blobstore.serve.ownership import Ownership, Ownerships
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
 from blobstore.serve.tags import Tags
-from blobstore.serve.unprepared import NotPrepared, prepared
+from blobstore.serve.unprepared import LARGE, NotHashed, NotPrepared, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +110,7 @@ class Library:
         """Returns the patterns of each token that opens some models only."""
         self.damaged: dict[Reference, float] = {}
         """The names whose artifacts could not be made, because something is missing or damaged, and since when."""
-        self._distrusted: dict[str, None] = {}
+        self._distrusted: dict[tuple[str, str], None] = {}
         self._allow = (tuple(allow),) if allow else ()
         """Groups of patterns, of each of which a name matches one."""
         self._narrowed: dict[tuple[str, ...], Library] = {}
@@ -240,7 +240,7 @@ class Library:
         if reference != tag:
             found = self._artifacts.get((tag, version))
             if found is None or not self._protection.touch(found.model):
-                raise NotPrepared(self._make_image, tag, reference, version)
+                raise NotHashed(self._make_image, tag, reference, version, size=LARGE + 1)
             return found
         known, found = self._names.get(reference), None
         if known and known[0] == version:
@@ -278,7 +278,9 @@ class Library:
             NotPrepared: blobs of the store were frozen or thawed since it was asked for.
         """
         if artifact.layers and artifact.cold_version != cold_version(self.store):
-            raise NotPrepared(self._list_cold, artifact)
+            raise NotHashed(
+                self._list_cold, artifact, size=sum(one.size for one in artifact.layers.values())
+            )
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only, or else this one.
@@ -341,14 +343,14 @@ class Library:
         """Return the commits that names in the store were fetched from; empty if none was. Raises as :meth:`model`."""
         return self._commits.origins(references)
 
-    def distrust(self, etags: Sequence[str]) -> None:
-        """Note that wrong bytes of files with these validators were sent, before that was known."""
+    def distrust(self, repository: str, etags: Sequence[str]) -> None:
+        """Note that wrong bytes of files of a repository with these validators were sent, before that was known."""
         for etag in etags:
-            bounded(self._distrusted)[etag] = None
+            bounded(self._distrusted)[repository, etag] = None
 
-    def is_distrusted(self, etag: str) -> bool:
+    def is_distrusted(self, model: ServedModel, etag: str) -> bool:
         """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
-        return etag in self._distrusted
+        return model.origin is not None and (model.origin.repository, etag) in self._distrusted
 
     def use(self, served: ServedModel | Artifact) -> Use:
         """Return a use that keeps the blobs of a model while it is sent, and a while longer. Call it for each piece."""
@@ -388,7 +390,7 @@ class Library:
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
-            raise NotPrepared(self._hash, model)
+            raise NotHashed(self._hash, model, size=sum(one.size for one in model.files.values()))
         return model
 
     def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:

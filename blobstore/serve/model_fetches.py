@@ -272,7 +272,7 @@ class ModelFetches:
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
-        self._library.distrust(arrival.wrong_etags)
+        self._library.distrust(arrival.repository, arrival.wrong_etags)
         if arrival.created is not None:
             # What the commit was before may have had more files, which are missing now.
             former = self._library.prepared_artifacts(arrival.reference)

@@ -236,7 +236,7 @@ class OtherFiles:
         """Serve the file from the store, or repeat its failure, from now on. Called on the thread of the fetch."""
         key = fetch.repository, fetch.commit, fetch.name
         # Before the fetch is forgotten: a client that asks then must get the new model.
-        self._library.distrust(fetch.wrong_etags)
+        self._library.distrust(fetch.repository, fetch.wrong_etags)
         self._library.tags.list_again(fetch.at)
         if fetch.error is not None:
             self._fail(key, as_refusal(fetch.error))

@@ -319,10 +319,14 @@ class PullThrough:
         return known, right
 
     def _unasked(self, asked: Asked) -> type[NotFetched]:
-        """Return the exception for a question about a repository: everyone may know which public ones are here."""
+        """Return the exception for a question about a revision: everyone may know which public ones are here."""
         pulled = self._library.pulled
-        is_here = pulled.of_repository(asked.repository) and pulled.is_public(asked.repository)
-        return NotFetched if is_here else NotAsked
+        is_here = (
+            (asked.repository, asked.revision) in pulled.records()
+            if asked.is_commit
+            else self._store.manifest_version(asked.reference) is not None
+        )
+        return NotFetched if is_here and pulled.is_public(asked.repository) else NotAsked
 
     def _known(self, asked: Asked) -> Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.

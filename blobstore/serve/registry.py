@@ -187,18 +187,22 @@ def _named(repository: Reference, what: str, library: Visible) -> Sequence[Remot
     if ":" in what:
         with contextlib.suppress(InvalidDigest):
             digest = Digest.parse(what)
+            # In all versions, the digest is that of a manifest, or in all that of a blob.
             for artifact in library.artifacts(repository, digest):
-                if digest in artifact.manifests:
-                    return [artifact.manifests[digest]]
+                made = artifact.manifests.get(digest)
+                return [made] if made else []
         return []
     with contextlib.suppress(InvalidReference):
         found = library.artifact(Reference(*repository.parts[:3], what))
         if found is not None:
             return found.roots
     with contextlib.suppress(InvalidDigest):
-        for artifact in library.artifacts(repository, _derived_from(what)):
+        digest = _derived_from(what)
+        for artifact in library.artifacts(repository, digest):
             if what in artifact.tags:
                 return [artifact.manifests[artifact.tags[what]]]
+            if digest not in artifact.manifests:
+                break
     return []
 
 
@@ -259,9 +263,10 @@ def _page(target: Target, kind: str, names: Sequence[str], limit: int, **others:
 
 
 def _referrers(target: Target, repository: Reference, digest: Digest, library: Visible) -> Response:
-    listed: list[Any] = []
-    for artifact in library.artifacts(repository, digest):
-        listed = listed or library.referrers(artifact, digest)
+    # Only what a tag names has all signatures that there are by now.
+    tagged = library.tagged_artifacts(repository, digest)
+    first = next(tagged, None) or next(library.artifacts(repository, digest), None)
+    listed = library.referrers(first, digest) if first else []
     headers = dict(API_VERSION)
     if kind := target.first("artifactType"):
         listed = [one for one in listed if one["artifactType"] == kind]

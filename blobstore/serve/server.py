@@ -137,7 +137,7 @@ class Server:
         lists = (capacity.LIST, capacity.LIST_ALL)
         self._works = {
             one: SharedWork(one, joins_begun=one not in lists)
-            for one in (capacity.PREPARE, capacity.FETCH, capacity.ASK, *lists)
+            for one in (capacity.PREPARE, capacity.HASH, capacity.FETCH, capacity.ASK, *lists)
         }
         self._texts = TextMemory(MAX_TEXTS)
         self._watches = Watches()

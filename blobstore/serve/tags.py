@@ -319,7 +319,7 @@ class Tags:
     def having(
         self, repository: Reference, digest: Digest, seen: Seen = list
     ) -> Sequence[Reference]:
-        """Return the tags that seem to have a manifest or a blob with this digest, of those that a client sees."""
+        """Return one tag for each manifest that seems to have a manifest or a blob with this digest, and a client sees."""
         manifests = self._read(repository)
         found = manifests.found.get((digest, seen)) if manifests.keys else ()
         if found is None:
@@ -329,7 +329,10 @@ class Tags:
 
     def _search(self, repository: Reference, digest: Digest, seen: Seen, _: int) -> None:
         manifests = self._manifests.get(self._path(repository), _Manifests())
-        found = prepared(lambda: seen(_having(manifests, digest)))
+        having = _having(manifests, digest)
+        several = prepared(lambda: seen([*having]))
+        # Names of one manifest have the same.
+        found = list({having[tag]: tag for tag in several}.values())
         if found or not self._describe_some(manifests, seen):
             bounded(manifests.found, _MAX_SEARCHES)[digest, seen] = found
             self._write_note(manifests, least=MANY)
@@ -382,13 +385,14 @@ def _made_of(one: _Known, digests: Iterable[Digest], signed: int) -> MadeDigests
     return MadeDigests(signed, made)
 
 
-def _having(manifests: _Manifests, digest: Digest) -> Sequence[Reference]:
-    number, found = number_of(digest), []
+def _having(manifests: _Manifests, digest: Digest) -> dict[Reference, tuple[Digest, str]]:
+    """Return the tags that seem to have a digest, with the manifest of each and what its tag ends with besides."""
+    number, found = number_of(digest), {}
     for tag, one in list(manifests.known.items()):
         if _has(one.blobs, number) or (one.made and _has(one.made.numbers, number)):
-            found.append(tag)
+            found[tag] = one.key, ""
         if one.ending and _has(one.derived, number):
-            found.append(Reference(*tag.parts[:_REPOSITORY], tag.tag + one.ending))
+            found[Reference(*tag.parts[:_REPOSITORY], tag.tag + one.ending)] = one.key, one.ending
     return found
 
 

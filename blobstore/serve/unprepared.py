@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+LARGE: Final = 64 << 20
+"""Bytes whose check takes longer than others should wait."""
 Result = TypeVar("Result")
 
 
@@ -37,6 +39,14 @@ class NotPrepared(Exception):
         super().__init__("call prepare, and ask again")
         self.prepare: Callable[[], object] = partial(prepare, *key)
         self.key = (prepare, *key)
+
+
+class NotHashed(NotPrepared):
+    """All bytes of a model have to be read first. If there are many, other models do not wait for that."""
+
+    def __init__(self, prepare: Callable[..., object], *key: object, size: int) -> None:
+        super().__init__(prepare, *key)
+        self.threads = capacity.PREPARE if size <= LARGE else capacity.HASH
 
 
 class UnknownSource(NotPrepared):

@@ -268,11 +268,16 @@ class Visible:
     def artifacts(self, repository: Reference, digest: Digest) -> Iterator[Artifact]:
         """Yield the versions of a repository with a manifest or a blob, also some that no tag names any more.
 
+        There may be more than can be prepared at once, so a caller that asks for all of them may never get them.
         Raises as :meth:`model`, when the first that is not prepared is asked for.
         """
         for artifact in self._library.prepared_artifacts(repository):
             if self.shows(artifact.origin) and self._has(artifact, digest):
                 yield artifact
+        yield from self.tagged_artifacts(repository, digest)
+
+    def tagged_artifacts(self, repository: Reference, digest: Digest) -> Iterator[Artifact]:
+        """Yield those of :meth:`artifacts` that a tag names, as they are now: one for each manifest of the store."""
         for tag in self._library.tags.having(
             repository, digest, Visible(self._library, self._open, self._opened)
         ):
@@ -319,9 +324,9 @@ class Visible:
         """See :meth:`Library.use`."""
         return self._library.use(served)
 
-    def is_distrusted(self, etag: str) -> bool:
+    def is_distrusted(self, model: ServedModel, etag: str) -> bool:
         """See :meth:`Library.is_distrusted`."""
-        return self._library.is_distrusted(etag)
+        return self._library.is_distrusted(model, etag)
 
 
 @dataclass(frozen=True, kw_only=True)

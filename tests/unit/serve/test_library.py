@@ -6,19 +6,21 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from blobstore.core import limits
+from blobstore.core import capacity, limits
 from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import library as served
+from blobstore.serve import unprepared
 from blobstore.serve.library import MAX_MODELS, Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.unprepared import NotPrepared, prepared
@@ -197,3 +199,27 @@ def test_the_image_of_a_model_does_not_depend_on_a_tag_that_the_client_may_not_s
     few = library.only(("org/model:latest",))
     assert few.named_by(image) == Reference.parse("org/model")
     assert prepared(lambda: few.artifact(image)) is not None
+
+
+def test_what_reads_all_bytes_of_a_large_model_has_threads_of_its_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for large, row in ((unprepared.LARGE, capacity.PREPARE), (0, capacity.HASH)):
+        monkeypatch.setattr(unprepared, "LARGE", large)
+        again = Library(library.store)
+        model = prepared(partial(again.model, MODEL))
+        assert model is not None
+        with pytest.raises(NotPrepared) as first:
+            again.model(MODEL, with_digests=True)
+        assert first.value.threads is row
+
+
+def test_wrong_bytes_of_a_repository_say_nothing_of_another(library: Library) -> None:
+    model = prepared(lambda: library.model(MODEL))
+    assert model is not None
+    fetched = replace(model, origin=Origin("org/model", "a" * 40))
+    library.distrust("evil/model", ["e"])
+    assert not library.is_distrusted(fetched, "e")
+    library.distrust("org/model", ["e"])
+    assert library.is_distrusted(fetched, "e")
+    assert not library.is_distrusted(model, "e"), "it is the store's own"

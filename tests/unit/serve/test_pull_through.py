@@ -32,7 +32,7 @@ from blobstore.serve.peers import Peer
 from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.refusal import Refusal
 from blobstore.serve.routes import answer
-from blobstore.serve.unprepared import NotFetched, NotListed, OnlyHere, prepared
+from blobstore.serve.unprepared import NotFetched, NotPrepared, OnlyHere, prepared
 from blobstore.serve.upstream import Upstream
 from blobstore.store.fetched import given_name
 from blobstore.store.local import LocalStore
@@ -315,15 +315,30 @@ def test_questions_beyond_the_patient_ones_are_asked_all_the_same(
 def test_questions_about_what_was_never_fetched_have_threads_of_their_own(
     through: PullThrough, fetched: Asked
 ) -> None:
-    for name, threads in ((fetched.repository, capacity.FETCH), ("org/other", capacity.ASK)):
-        request = Request("GET", f"/{name}/resolve/v1/f")
-        with pytest.raises(NotFetched) as first:
-            while True:  # folders are listed first, here
-                try:
-                    answer(request, through._library, Access(), pull_through=through)
-                except NotListed as listed:
-                    listed.prepare()
-        assert first.value.threads == threads
+    here, (commit,) = fetched.repository, through._library.pulled.records().values()
+    rows = {
+        f"{here}:latest": capacity.FETCH,
+        f"{here}:{commit.commit}": capacity.FETCH,
+        f"{here}:v2": capacity.ASK,
+        f"{here}:{'d' * 40}": capacity.ASK,
+        "org/other": capacity.ASK,
+    }
+    for name, threads in rows.items():
+        assert through._unasked(Asked.named(Reference.parse(name))).threads is threads, name
+    with pytest.raises(NotFetched) as first:
+        prepared_here(through, f"/{here}/resolve/v2/f")
+    assert first.value.threads is capacity.ASK
+
+
+def prepared_here(through: PullThrough, target: str) -> None:
+    """Ask until another server has to be asked."""
+    for _ in range(20):
+        try:
+            answer(Request("GET", target), through._library, Access(), pull_through=through)
+        except NotFetched:
+            raise
+        except NotPrepared as first:
+            first.prepare()
 
 
 def test_a_model_whose_record_is_damaged_is_fetched_again(

@@ -13,8 +13,11 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.registry.manifest import ACCEPTED, DOCKER_MANIFEST, OCI_INDEX, OCI_MANIFEST
 from blobstore.remotes.cold_layers import BLOB_DIGEST, COLD
+from blobstore.serve.access import Access
 from blobstore.serve.library import Library
-from blobstore.serve.messages import Response, StoredPart
+from blobstore.serve.messages import Request, Response, StoredPart
+from blobstore.serve.routes import answer
+from blobstore.serve.unprepared import NotPrepared
 from blobstore.signatures import cosign
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -339,3 +342,36 @@ def test_nobody_waits_for_a_digest_which_never_changes(library: Library) -> None
     headers = {"if-none-match": first.headers["ETag"], "prefer": "wait=9"}
     response = ask(library, target, headers=headers)
     assert (response.status, response.wait) == (304, None)
+
+
+@pytest.fixture
+def versions(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Four versions of a repository that share their weights, under two tags each; two are kept in memory."""
+    monkeypatch.setattr("blobstore.serve.library.MAX_MODELS", 2)
+    for number in range(4):
+        files = {"README.md": f"version {number}".encode()}
+        folder = write_folder(tmp_path / str(number), dense_tensors(), files=files)
+        create(folder, f"org/model:v{number}", store=store)
+        copy_model(f"org/model:v{number}", f"org/model:same{number}", store=store)
+    return Library(store)
+
+
+def test_a_question_about_a_digest_needs_no_more_versions_than_are_kept(versions: Library) -> None:
+    response = ask(versions, "/v2/org/model/manifests/v3", headers=ALL)
+    manifest, own = json_of(response), response.headers["Docker-Content-Digest"]
+    for digest in (own, *(layer["digest"] for layer in manifest["layers"])):
+        for path in (
+            f"referrers/{digest}",
+            f"manifests/{digest}",
+            f"manifests/{digest.replace(':', '-')}.sig",
+            f"blobs/{digest}",
+        ):
+            request, looks = Request("GET", f"/v2/org/model/{path}"), 0
+            while True:
+                try:
+                    answer(request, versions, Access())
+                    break
+                except NotPrepared as first:
+                    first.prepare()
+                    looks += 1
+                    assert looks < 20, path

@@ -18,6 +18,7 @@ ROWS = (
     "DECODE",
     "VERIFY",
     "PREPARE",
+    "HASH",
     "FETCH",
     "ASK",
     "WATCH",
