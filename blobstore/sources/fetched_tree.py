@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
+from blobstore.core.escape import quote
+from blobstore.errors import DamagedSource
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.selection import select_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
@@ -64,6 +66,7 @@ class FetchedTree(FileTree, ABC):
         return super().path(name)
 
     def _read_head(self, name: str) -> bytes | None:
+        self._check_files([name])
         return self._read_local(name) if (self.root / name).is_file() else self.first_bytes(name)
 
     def take(self, progress: Progress | None) -> tuple[FileTree, Sequence[str]]:
@@ -71,13 +74,19 @@ class FetchedTree(FileTree, ABC):
         selection = select_files(self, self._options)
         weights = sorted(selection.weight_names())
         names = [*selection.files, *weights]
+        self._check_files(names)
         if self._downloads is not None:
             to_fetch = sum(map(self.left_of, set(names) - self._fetched))
             self._downloads.check_space(to_fetch, sum(self._sizes[name] for name in weights))
         self._get(names, progress)
         return self._tree, names
 
+    def _check_files(self, names: Iterable[str]) -> None:
+        if folder := next((name for name in names if name not in self._sizes), None):
+            raise DamagedSource(f"{quote(folder)} is listed as a folder, and should be a file")
+
     def _get(self, names: Sequence[str], progress: Progress | None) -> None:
+        self._check_files(names)
         self.fetch([name for name in names if name not in self._fetched], progress)
         self._fetched.update(names)
 

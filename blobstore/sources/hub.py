@@ -21,9 +21,11 @@ from urllib.parse import unquote, urlsplit
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, join_some, quote
+from blobstore.core.files import read_regular
 from blobstore.core.libraries import optional_libraries
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
+    BlobstoreError,
     DamagedSource,
     MissingLibrary,
     RemoteError,
@@ -83,6 +85,7 @@ _TEXTS = {
 }
 """Messages by the Hub's codes of errors."""
 _ATTEMPTS = 5
+_MAX_TOKEN = 64 << 10
 _MAX_WAIT = 120
 """Seconds to wait for a busy Hub between two attempts."""
 
@@ -266,17 +269,28 @@ def _ask(client: HubClient | None, repo: str, revision: str | None) -> tuple[str
 def _client() -> HubClient:
     """Return a client with the settings of the Hub's own library."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in __all__
 
-    headers = build_hf_headers()
-    authorization = headers.pop("authorization", "")
+    token = _token()
     if not is_server_url(constants.ENDPOINT):
         raise SourceError(f"HF_ENDPOINT is not the URL of a server: {quote(constants.ENDPOINT)}")
-    if not (authorization.isascii() and authorization.isprintable()):
+    if not (token.isascii() and token.isprintable()):
         raise SourceError("HF_TOKEN, or the token of your login, has characters that no token has")
     stall = max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT)
     patience = Patience(attempts=_ATTEMPTS, longest=_MAX_WAIT, stall=stall)
-    return HubClient(constants.ENDPOINT, authorization, patience, headers)
+    return HubClient(constants.ENDPOINT, f"Bearer {token}" if token else "", patience)
+
+
+def _token() -> str:
+    """Return the user's token; empty if there is none. The library's functions for that send requests of their own."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return ""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if not token:
+        with suppress(OSError, ValueError, BlobstoreError):
+            token = read_regular(constants.HF_TOKEN_PATH, _MAX_TOKEN).decode()
+    return token.strip()
 
 
 def commit_of(text: str) -> str:

@@ -576,6 +576,28 @@ def test_a_gated_repository_needs_a_token_and_never_shows_it(client: Client, fol
     assert client.server.leaks == []
 
 
+def test_only_requests_that_have_limits_are_sent(client: Client, folder: Path) -> None:
+    """The library of the Hub would ask for what runs it, and refresh a token."""
+    repo = client.server.add("org/model", folder, token="hf_secret")
+    client.home.mkdir()
+    (client.home / "token").write_text("hf_secret\n")
+    assert client.download("org/model", CLAUDECODE="1", AI_AGENT="any")["files"]
+    start, files = "GET /api/models/org/model", f"/org/model/resolve/{repo.commit}/"
+    for asked in client.server.requests:
+        assert asked.startswith((start, f"GET {files}", f"GET /store{files}")), asked
+    assert client.download("org/model", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")["exit"] == 3
+
+
+def test_a_folder_with_the_name_of_weights_is_refused(client: Client, folder: Path) -> None:
+    repo = client.server.add("org/model", folder)
+    weights = next(one for one in repo.tree() if one["path"] == _SHARD)
+    for name in ("model.safetensors", "model.gguf"):
+        repo.raw["tree"] = json.dumps([weights | {"path": f"{name}/x.safetensors"}]).encode()
+        found = client.download("org/model")
+        assert found["error"] == "DamagedSource"
+        assert f"'{name}' is listed as a folder" in found["message"]
+
+
 def test_a_token_that_no_header_can_hold_is_an_error_without_it(
     client: Client, folder: Path
 ) -> None:
