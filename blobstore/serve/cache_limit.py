@@ -28,6 +28,7 @@ from blobstore.serve.refusal import Refusal
 from blobstore.serve.unprepared import prepared
 from blobstore.store.catalog import read_catalog
 from blobstore.store.eviction import choose_evicted
+from blobstore.store.fetched import fetched_from
 from blobstore.store.history import read_former
 from blobstore.store.scan import scan_folder, walk_files
 
@@ -158,17 +159,16 @@ class CacheLimit:
     def _forget(self, origins: Iterable[Origin]) -> None:
         """Remove records, except those that say who may read a model.
 
-        The model may be a copy under another name, or one whose name was removed or lost and can be restored. Of one
-        that an earlier version of blobstore has fetched, the record alone says that it was fetched.
+        The model may be a copy under another name, or one whose name was removed or lost and can be restored.
         """
-        if not (marked := [origin for origin in origins if origin.is_marked]):
+        if not (several := list(origins)):
             return
         try:
             kept = set(self._commits())
         except (BlobstoreError, OSError):  # a damaged manifest may be of any of them
             return
         with self._store.writing():
-            for origin in marked:
+            for origin in several:
                 if (origin.repository, origin.commit) not in kept:
                     self._pulled.forget(origin)
 
@@ -185,7 +185,7 @@ class CacheLimit:
             one.data for one in self._store.names.former(None) if self._is_restorable(one.data)
         )
         for data in (*former, *map(published.read_manifest, published.gone())):
-            yield self._pulled.commit_of(Manifest.from_bytes(data))
+            yield fetched_from(Manifest.from_bytes(data))
 
     def _origins(self, names: Catalog) -> Mapping[Reference, Origin | None]:
         """Return the commits that names were fetched from. Each manifest is parsed once for that; damaged ones are not."""

@@ -22,7 +22,7 @@ from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag, name_of
 from blobstore.serve.tags import settled_until
 from blobstore.serve.unprepared import NotListed, UnknownSource, prepared
-from blobstore.store.fetched import is_of_peer
+from blobstore.store.fetched import fetched_from, is_of_peer
 from blobstore.store.history import read_former
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Commits:
             # No blob is read: that would take long for many names, and it is checked before it is served.
             data = self._store.read_manifest(reference) if data is None else data
             manifest = Manifest.from_bytes(data)
-            commit = self._pulled.commit_of(manifest)
+            commit = fetched_from(manifest)
             # Most were not fetched, and hashing all would take as long as reading them.
             key = Digest.of(data) if commit else None
             is_brought = key is not None and self._pulled.brought(key)

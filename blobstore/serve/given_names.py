@@ -12,22 +12,19 @@ from blobstore.core.files import FileVersion, make_folders, status_of, write_fil
 from blobstore.errors import BlobstoreError, Damaged, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.serve.expiring import bounded
-from blobstore.store.fetched import given_name
+from blobstore.store.fetched import fetched_from, given_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from blobstore.manifests.reference import Reference
-    from blobstore.store.fetched import Commit
     from blobstore.store.local import LocalStore
 
 
 class GivenNames:
     """The names of a store that fetches have given. Threads may share it."""
 
-    def __init__(self, store: LocalStore, commit_of: Callable[[Manifest], Commit | None]) -> None:
-        """Look at nothing yet. ``commit_of`` returns the commit that a model was fetched from."""
-        self._store, self._commit_of = store, commit_of
+    def __init__(self, store: LocalStore) -> None:
+        """Look at nothing yet."""
+        self._store = store
         self._folder = store.folder("pulled")
         self._fetched: dict[Reference, tuple[FileVersion, bool]] = {}
         """Whether names have fetched models, by the versions of their manifests."""
@@ -65,8 +62,8 @@ class GivenNames:
         try:
             if self._store.is_gone(reference):
                 lost = self._store.names.published.read_manifest(reference)
-                return self._commit_of(Manifest.from_bytes(lost)) is not None
-            return self._commit_of(self._store.resolve(reference)) is not None
+                return fetched_from(Manifest.from_bytes(lost)) is not None
+            return fetched_from(self._store.resolve(reference)) is not None
         except Damaged:
             return True
         except StoreError:

@@ -25,6 +25,7 @@ from blobstore.serve.names import any_tag
 from blobstore.serve.refusal import Refusal, as_refusal
 from blobstore.serve.rights import EVERYONE, client_of
 from blobstore.serve.unprepared import NotFetched, prepared, wait_for
+from blobstore.store.fetched import fetched_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -120,7 +121,7 @@ class OtherFile(Fetch):
     def _is_wanted(self, reference: Reference, manifest: Manifest) -> bool:
         with contextlib.suppress(BlobstoreError):  # another one is damaged
             return self._library.pulled.names.has_given(reference) and (
-                self._library.pulled.commit_of(manifest) == (self.repository, self.commit)
+                fetched_from(manifest) == (self.repository, self.commit)
             )
         return False
 
@@ -229,7 +230,7 @@ class OtherFiles:
             return [self._library.version(one).manifest for one in several]
 
         for manifest in prepared(manifests):
-            if manifest is not None and self._library.pulled.commit_of(manifest) == key:
+            if manifest is not None and fetched_from(manifest) == key:
                 self._name(Reference(*at.parts[:3], commit), manifest, key)
 
     def ended(self, fetch: OtherFile) -> None:

@@ -30,7 +30,6 @@ from blobstore.core.files import (
     write_file,
 )
 from blobstore.errors import BlobstoreError, StoreError
-from blobstore.models.source_layers import read_source_record
 from blobstore.serve.given_names import GivenNames
 from blobstore.sources.hub_listing import COMMIT, DIGESTS, ListedFile
 from blobstore.store.fetched import (
@@ -43,7 +42,7 @@ from blobstore.store.fetched import (
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.manifests.model import Manifest
@@ -70,8 +69,6 @@ class Origin:
     """The peer that said what the commit is; empty if the upstream did."""
     others: Listing = field(default_factory=dict, repr=False)
     """The files that were not fetched with the model, and are fetched when a client asks for them."""
-    is_marked: bool = True
-    """Whether its models say that they were fetched. Those of earlier versions of blobstore do not."""
     brought: Brought | None = None
     """For whom the model is if the user has brought it from elsewhere; None if he has not."""
     manifest: Digest | None = None
@@ -97,7 +94,6 @@ class Origin:
             "plain": dict(self.plain),
             "peer": self.peer,
             "others": list(self.others.values()),
-            "marked": self.is_marked,
         }
         return strict_json.dumps(value).encode()
 
@@ -109,7 +105,7 @@ class _Record(NamedTuple):
     origin: Origin | None
     """None in the record of a repository."""
     is_public: bool | None
-    """None in the record of a commit, unless a former version of blobstore wrote it."""
+    """None in the record of a commit."""
     name: str = ""
     """The present name of a repository that was renamed."""
 
@@ -136,8 +132,7 @@ class _Record(NamedTuple):
 def _origin_of(value: dict[str, Any]) -> Origin:
     others = {name: ListedFile(name, *rest) for name, *rest in value.get("others", ())}
     plain, peer = dict(value["plain"]), value.get("peer", "")
-    is_marked = value.get("marked") is True
-    made = Origin(value["repository"], value["commit"], plain, peer, others, is_marked)
+    made = Origin(value["repository"], value["commit"], plain, peer, others)
     names = (made.commit, *made.plain.values())
     if (
         not isinstance(made.peer, str)
@@ -164,7 +159,7 @@ class PulledModels:
         """Read the records. Raises StoreError if their folder cannot be read."""
         self._store = store
         self._folder = store.folder("pulled")
-        self.names = GivenNames(store, self.commit_of)
+        self.names = GivenNames(store)
         """Which names have models of fetches."""
         self._lock = threading.Lock()
         self._is_own = False
@@ -183,8 +178,6 @@ class PulledModels:
         self._spellings: dict[str, str] = {}
         """Names of repositories by their forms without case."""
         self._open: frozenset[str] = frozenset()
-        self._unmarked: frozenset[Commit] = frozenset()
-        """Those whose models need not say that they were fetched."""
         self.incomplete: set[Commit] = set()
         """Commits of models without a record, which only a fetch writes again."""
         self._used: dict[Commit, float] = {}
@@ -226,12 +219,9 @@ class PulledModels:
             self._files = files
             records = [record for _, record in files.values()]
             origins = [one.origin for one in records if one.origin is not None]
-            self._unmarked = frozenset(
-                (one.repository, one.commit) for one in origins if not one.is_marked
-            )
             self._set(
                 {(one.repository, one.commit): one for one in origins},
-                _public_facts(records),
+                {one.repository: one.is_public for one in records if one.is_public is not None},
                 {one.repository: one.name for one in records if one.name},
             )
             # Clocks of file systems are coarse: the next change may get the same time.
@@ -276,8 +266,6 @@ class PulledModels:
         key = (origin.repository, origin.commit)
         if is_public is not None:
             self._write_public(origin.repository, is_public=is_public)
-        if key in self._unmarked:  # there may be copies of what was fetched before
-            origin = replace(origin, is_marked=False)
         self._write(self._path(*key), origin.to_bytes())
         with self._lock:
             self._set(self._records | {key: origin.short()}, self._public, self._renamed)
@@ -370,9 +358,7 @@ class PulledModels:
     def is_recorded(self, origin: Origin) -> bool:
         """Return whether the record of a commit is about a model of this origin, and not about that of another giver."""
         found = self.records().get((origin.repository, origin.commit))
-        if found is None or not found.is_marked:
-            return found is not None
-        return bool(found.peer) == origin.is_of_peer
+        return found is not None and bool(found.peer) == origin.is_of_peer
 
     def is_public(self, repository: str) -> bool:
         """Return whether everyone may read all that was fetched of a repository, if there is anything."""
@@ -383,20 +369,6 @@ class PulledModels:
         self._look()
         return self._open
 
-    def commit_of(self, manifest: Manifest) -> Commit | None:
-        """Return the commit that a model was fetched from, also if it was brought; None for the store's own models.
-
-        Raises:
-            BlobMissing, BlobDamaged: an earlier version of blobstore may have fetched it, and its source layer cannot
-                be read.
-        """
-        self._look()
-        commit = fetched_from(manifest)
-        if commit is None and self._unmarked:
-            found = source_of(self._store, manifest)
-            commit = found if found in self._unmarked else None
-        return commit
-
     def brought(self, manifest: Digest) -> Brought | None:
         """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
         noted = _read(self._folder / brought_name(manifest))
@@ -405,8 +377,8 @@ class PulledModels:
         return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS
 
     def origin(self, manifest: Manifest) -> Origin | None:
-        """Return the commit that a model was fetched from; None for the store's own models. Raises as :meth:`commit_of`."""
-        commit = self.commit_of(manifest)
+        """Return the commit that a model was fetched from; None for the store's own models. Raises StoreError."""
+        commit = fetched_from(manifest)
         key = Digest.of(manifest.to_bytes())
         return commit and self.get(commit, key, is_of_peer=is_of_peer(manifest))
 
@@ -418,7 +390,7 @@ class PulledModels:
         self, commit: Commit, manifest: Digest | None = None, *, is_of_peer: bool = False
     ) -> Origin:
         """Return the record of a commit that was fetched. If it is lost, note that, and return what the model says."""
-        known, brought = self._records.get(commit), self.brought(manifest) if manifest else None
+        known, brought = self.records().get(commit), self.brought(manifest) if manifest else None
         if known is None and brought is None:
             self.incomplete.add(commit)
         found, key = known or Origin(*commit), manifest if brought else None
@@ -460,18 +432,6 @@ class PulledModels:
         return self._folder / record_name(repository, commit)
 
 
-def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:
-    """Return whether each repository is for everyone: not if any of the former records says so."""
-    former: dict[str, bool] = {}
-    stated: dict[str, bool] = {}
-    for one in records:
-        if one.is_public is not None and one.origin is None:
-            stated[one.repository] = one.is_public
-        elif one.is_public is not None:
-            former[one.repository] = former.get(one.repository, True) and one.is_public
-    return former | stated
-
-
 def _read(path: Path) -> bytes:
     """Return the bytes of a record or a note, none if it is not there. Raises StoreError."""
     try:
@@ -482,9 +442,3 @@ def _read(path: Path) -> bytes:
         if is_absence(error):
             return b""
         raise StoreError(f"cannot read {quote(path)}: {error.strerror}") from error
-
-
-def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
-    """Return the commit that a model was imported from, if its source has one. Raises BlobMissing or BlobDamaged."""
-    record = read_source_record(store, manifest)
-    return (record.repository, record.commit) if record and record.commit else None

@@ -223,22 +223,6 @@ def test_the_record_of_a_giver_is_about_what_came_from_it_alone(
     assert [is_shown(cache, one) for one in (NAME, COPY)] == [True, False]
 
 
-def test_a_model_that_an_earlier_version_has_fetched_stays_restricted(
-    store: LocalStore, source: Path
-) -> None:
-    """Its manifest does not say that it was fetched: its record does."""
-    pulled = PulledModels(store)
-    pulled.keep(ORIGIN, is_public=False)
-    path = pulled._path(*COMMIT)
-    path.write_bytes(path.read_bytes().replace(b',"marked":true', b""))
-    import_as(store, source, NAME)
-    copy_model(NAME, COPY, store=store)
-    assert not is_shown(store, COPY)
-    fetch(store, source, NAME)  # the copy is still there
-    assert not is_shown(store, COPY)
-    assert not is_shown(store, NAME)
-
-
 # What is the user's
 
 

@@ -410,19 +410,6 @@ def test_a_model_that_is_restored_after_its_record_is_gone_is_for_nobody(
     assert ask(limit._library, "/org/a/resolve/main/config.json").status == HTTPStatus.NOT_FOUND
 
 
-def test_the_record_that_alone_says_that_a_model_was_fetched_stays(
-    limit: CacheLimit, store: LocalStore
-) -> None:
-    """Models that an earlier version of blobstore has fetched do not say it themselves."""
-    remove_models(["org/a", "org/b"], store=store)
-    collect_garbage(store=store, older_than=0, force=True)
-    path = limit._pulled._path("org/a", "0" * 40)
-    path.write_bytes(path.read_bytes().replace(b',"marked":true', b""))
-    limit = CacheLimit(Library(store), MOST)
-    limit.forget_removed()
-    assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
-
-
 @pytest.mark.parametrize("is_public", [True, False])
 def test_a_model_whose_manifest_is_lost_keeps_its_record(
     limit: CacheLimit, store: LocalStore, *, is_public: bool

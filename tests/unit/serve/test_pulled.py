@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
 ORIGIN = Origin("org/model", "a" * 40, {"config.json": "b" * 40})
-OLD = replace(ORIGIN, is_marked=False)
-"""Of a version of blobstore whose models do not say that they were fetched."""
 FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
 
 
@@ -38,7 +35,7 @@ def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
         reference = Reference.parse(origin.repository)
         PulledModels(store).names.giving(reference)
         update = replace(store.names.seen(reference), is_fetched=True)
-        mark = mark_of((origin.repository, origin.commit)) if origin.is_marked else ""
+        mark = mark_of((origin.repository, origin.commit))
         import_source(source, update, store, ImportOptions(), started=0.0, mark=mark)
 
 
@@ -119,7 +116,7 @@ def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
 
 
 def test_a_damaged_record_says_nothing_of_other_models(store: LocalStore, tmp_path: Path) -> None:
-    import_as(store, tmp_path, OLD)
+    create(write_folder(tmp_path / "own", dense_tensors()), "org/model", store=store)
     PulledModels(store).keep(FROM_PEER, is_public=None)
     record_of(store, f"@{FROM_PEER.commit}").write_bytes(b"{")  # of no model in the store
     pulled = PulledModels(store)
@@ -226,28 +223,6 @@ def test_a_peer_does_not_say_whether_a_repository_is_public(store: LocalStore) -
     assert not pulled.is_public(ORIGIN.repository)
     assert not PulledModels(store).is_public(ORIGIN.repository)
     assert PulledModels(store).get((FROM_PEER.repository, FROM_PEER.commit)) == FROM_PEER
-
-
-@pytest.mark.parametrize(
-    ("others", "expected"), [((True, True), True), ((True, False), False), ((False, True), False)]
-)
-def test_former_records_open_a_repository_only_if_all_of_them_do(
-    store: LocalStore, others: tuple[bool, bool], *, expected: bool
-) -> None:
-    """A version of blobstore that was not released said it in the record of each commit."""
-    store.folder("pulled").mkdir(parents=True)
-    for number, is_public in enumerate(others):
-        value = {"repository": "org/model", "commit": str(number) * 40, "plain": {}}
-        text = json.dumps({**value, "public": is_public})
-        (
-            store.folder("pulled") / Digest.of(f"org/model@{value['commit']}".encode()).hex
-        ).write_text(text)
-    pulled = PulledModels(store)
-    assert pulled.is_public("org/model") is expected
-    for is_public in (not expected, expected):  # from then on, one file says it
-        pulled.note_public("org/model", is_public=is_public)
-        assert pulled.is_public("org/model") is is_public
-        assert PulledModels(store).is_public("org/model") is is_public
 
 
 def test_a_record_that_cannot_be_read_now_is_not_absent(
