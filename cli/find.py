@@ -31,12 +31,13 @@ def command(what: str, store: LocalStore, out: Output) -> None:
     from blobstore.operations.describe.find import find_content
     from blobstore.store.name_patterns import is_pattern
 
-    rows = output.GrowingTable("MODEL", "KIND", "NAME", "SIZE", "DIGEST", right=(3,))
-    document = output.GrowingJson("places")
+    rows: output.GrowingLines = output.GrowingJson("places")
+    if not out.is_json:
+        rows = output.GrowingTable("MODEL", "KIND", "NAME", "SIZE", "DIGEST", right=(3,))
 
     def add(places: Sequence[FoundPlace]) -> None:
         if out.is_json:
-            document.add(output.records(places, "model=reference kind name bytes=size digest"))
+            rows.add(output.records(places, "model=reference kind name bytes=size digest"))
             return
         rows.add(
             (
@@ -55,7 +56,5 @@ def command(what: str, store: LocalStore, out: Output) -> None:
         raise NotFound(
             f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
         )
-    if out.is_json:
-        document.end({"errors": found.errors})
-    rows.print()
+    rows.end({"errors": found.errors})
     output.exit_with(found.errors)

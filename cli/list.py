@@ -114,10 +114,11 @@ def command(
     models = chain(more, models)
     rest = islice(models, None if limit is None else limit - len(first))
     errors: list[object] = []
-    add, end = _printer(store, out, first, metric, has_shared=found.has_shared, is_all=not more)
-    for batch in chain([first], output.batches(rest)):
-        add(batch)
-        errors += [listed.error for listed in batch if listed.error is not None]
+    shown, form = _form(store, out, first, metric, has_shared=found.has_shared, is_all=not more)
+    for listed in chain(first, rest):
+        shown.add([form(listed)])
+        if listed.error is not None:
+            errors.append(listed.error)
     if next(models, None) is not None:
         notes.append(f"there are more models than the {limit:,} listed")
     elif more:
@@ -126,7 +127,7 @@ def command(
     if absent is not None:
         errors, exit_code = [*errors, absent], exit_code if errors or lost else absent.exit_code
     missing = [f"{entry.error}; 'blobstore repair' restores it" for entry in lost]
-    end([*unreadable, *missing])
+    shown.end({"unreadable": list(map(str, [*unreadable, *missing]))})
     output.show_note(*([] if out.is_json else notes))
     output.exit_with((*errors, *missing, *unreadable), exit_code)
 
@@ -172,7 +173,7 @@ class _Chosen:
         return lost, None
 
 
-def _printer(
+def _form(
     store: LocalStore,
     out: Output,
     first: Sequence[ListedModel],
@@ -180,30 +181,16 @@ def _printer(
     *,
     has_shared: bool,
     is_all: bool,
-) -> tuple[Callable[[Sequence[ListedModel]], object], Callable[[Sequence[object]], object]]:
-    """Return what prints some models, and what prints that others could not be read."""
+) -> tuple[output.GrowingLines, Callable[[ListedModel], object]]:
+    """Return what prints the models, and the form in which it takes each."""
     if out.is_json:
-        document = output.GrowingJson("models")
-        return (
-            lambda models: document.add(_as_json(models, has_shared=has_shared)),
-            lambda unreadable: document.end({"unreadable": list(map(str, unreadable))}),
-        )
+        return output.GrowingJson("models"), lambda it: _as_json(it, has_shared=has_shared)
     if output.is_quiet():
-        return (
-            lambda models: output.show("\n".join(render.cell(one.reference) for one in models)),
-            lambda _: None,
-        )
+        return output.GrowingLines(), lambda it: render.cell(it.reference)
     columns = _columns(store, first, metric, has_shared=has_shared, is_all=is_all)
     sizes = [number for number, name in enumerate(columns) if name in _SIZES]
-    table = output.GrowingTable(
-        *columns, right=sizes, is_alarming=lambda row: row[1] == _UNREADABLE
-    )
-
-    def add(models: Sequence[ListedModel]) -> None:
-        table.add(tuple(cell(model) for cell in columns.values()) for model in models)
-        table.print()
-
-    return add, lambda _: None
+    rows = output.GrowingTable(*columns, right=sizes, alarming=[_UNREADABLE])
+    return rows, lambda it: tuple(cell(it) for cell in columns.values())
 
 
 def _by_metric(
@@ -313,17 +300,16 @@ def _remote_table(models: Sequence[tuple[RemoteEntry, int]]) -> str:
     return render.table(headings, rows, right=(2, 3), alarming=broken)
 
 
-def _as_json(models: Sequence[ListedModel], *, has_shared: bool) -> list[dict[str, Any]]:
-    shown = output.records(models, _FIELDS)
-    for listed, model in zip(models, shown, strict=True):
-        model["signatures"] = output.records(listed.signatures, SIGNATURE_FIELDS)
-        if model["error"]:
-            model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
-        elif not has_shared:
-            model["shared_bytes"] = None
-        if model["source"]:
-            model["source"] = output.record(model["source"], "kind repository commit options")
-    return shown
+def _as_json(listed: ListedModel, *, has_shared: bool) -> dict[str, Any]:
+    model = output.record(listed, _FIELDS)
+    model["signatures"] = output.records(listed.signatures, SIGNATURE_FIELDS)
+    if model["error"]:
+        model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+    elif not has_shared:
+        model["shared_bytes"] = None
+    if model["source"]:
+        model["source"] = output.record(model["source"], "kind repository commit options")
+    return model
 
 
 def _matches(reference: Reference, digest: Digest | None, pattern: str) -> bool:

@@ -15,7 +15,7 @@ import stat
 import sys
 import time
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     Data: TypeAlias = Mapping[str, Any] | Sequence[Any]
 
-_Item = TypeVar("_Item")
 _OUTPUT_PATIENCE = 1.0
 """Seconds that a result may take to be written after a request to stop."""
 _ROWS_WAIT = 1.0
@@ -97,81 +96,81 @@ class Output:
             show(text)
 
 
-def batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
-    """Yield items in lists, so that none waits long for others and few lists are printed."""
-    batch: list[_Item] = []
-    begin = time.monotonic()
-    for item in items:
-        batch.append(item)
-        if len(batch) == BATCH or time.monotonic() - begin >= _ROWS_WAIT:
-            yield batch
-            batch, begin = [], time.monotonic()
-    if batch:
-        yield batch
+class GrowingLines:
+    """Lines that are printed while others are found. None waits long for others."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+        self._printed = time.monotonic()
+
+    def add(self, items: Iterable[Any]) -> None:
+        """Add lines, and print those that have waited for a while, or are many. Raises as :func:`show`."""
+        self._waiting += items
+        if len(self._waiting) >= BATCH or time.monotonic() - self._printed >= _ROWS_WAIT:
+            self.print()
+
+    def print(self) -> None:
+        """Print what was not printed yet. Raises as :func:`show`."""
+        if self._waiting:
+            self._print(self._waiting)
+            self._waiting = []
+            self._printed = time.monotonic()
+
+    def end(self, rest: Mapping[str, Any]) -> None:
+        """Print what was not printed yet, and in JSON the rest of the document. Raises as :func:`show`."""
+        del rest
+        self.print()
+
+    def _print(self, items: list[Any]) -> None:
+        show("\n".join(items))
 
 
-class GrowingJson:
-    """A JSON document that begins with a list, which is printed while its items are found."""
+class GrowingJson(GrowingLines):
+    """A JSON document that begins with a list, whose items are printed while others are found."""
 
     def __init__(self, key: str) -> None:
+        super().__init__()
         self._key = key
         self._comma = "," if is_terminal() else ", "
         self._has_items = False
 
-    def add(self, items: Sequence[object]) -> None:
-        """Print items. Raises as :func:`show`."""
-        if items:
-            text = _json({self._key: items})
-            begin, end = text.index("[") + 1, text.rindex("]")
-            start = self._comma if self._has_items else text[:begin]
-            self._has_items = True
-            _print(start + text[begin:end].rstrip())
-
     def end(self, rest: Mapping[str, Any]) -> None:
-        """Print the rest of the document. Raises as :func:`show`."""
+        """See :meth:`GrowingLines.end`."""
+        self.print()
         if not self._has_items:
             show_json({self._key: [], **rest})
             return
         end = "\n  ]" if is_terminal() else "]"
         _print(f"{end}{self._comma}{_json(rest)[1:]}\n")
 
+    def _print(self, items: list[Any]) -> None:
+        text = _json({self._key: items})
+        begin, end = text.index("[") + 1, text.rindex("]")
+        start = self._comma if self._has_items else text[:begin]
+        self._has_items = True
+        _print(start + text[begin:end].rstrip())
 
-class GrowingTable:
+
+class GrowingTable(GrowingLines):
     """A table that is printed while its rows are found. A column gets wider from the first row on that needs it."""
 
     def __init__(
-        self,
-        *headings: str,
-        right: Collection[int] = (),
-        is_alarming: Callable[[tuple[str, ...]], bool] = lambda _: False,
+        self, *headings: str, right: Collection[int] = (), alarming: Collection[str] = ()
     ) -> None:
+        """Alarming are rows that have one of these cells."""
+        super().__init__()
         self._headings = headings
         self._right = right
-        self._is_alarming = is_alarming
-        self._rows: list[tuple[str, ...]] = []
+        self._alarming = alarming
         self._longest: list[tuple[str, ...]] = []
         """None or one row, of the longest cells so far."""
-        self._printed = time.monotonic()
 
-    def add(self, rows: Iterable[tuple[str, ...]]) -> None:
-        """Add rows, and print those that have waited for others for a while. Raises as :func:`show`."""
-        self._rows += rows
-        waited = time.monotonic() - self._printed
-        if len(self._rows) >= BATCH or (self._rows and waited >= _ROWS_WAIT):
-            self.print()
-
-    def print(self) -> None:
-        """Print the rows that were not printed yet. Raises as :func:`show`."""
-        if not self._rows:
-            return
-        rows = [*self._longest, *self._rows]
-        alarming = [number for number, row in enumerate(rows) if self._is_alarming(row)]
+    def _print(self, items: list[tuple[str, ...]]) -> None:
+        rows = [*self._longest, *items]
+        alarming = [number for number, row in enumerate(rows) if {*row} & {*self._alarming}]
         text = table(self._headings, rows, right=self._right, alarming=alarming)
         show("\n".join(text.split("\n")[2:]) if self._longest else text)
-        columns = zip(*rows, strict=True)
-        self._longest = [tuple(max(column, key=len) for column in columns)]
-        self._rows.clear()
-        self._printed = time.monotonic()
+        self._longest = [tuple(max(column, key=len) for column in zip(*rows, strict=True))]
 
 
 def show(text: str) -> None:

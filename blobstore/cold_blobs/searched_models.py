@@ -48,7 +48,7 @@ class SearchedModels:
         self._reachable = reachable
         self._layouts: dict[bytes, list[str]] = defaultdict(list)
         for path, state in reachable.by_path().items():
-            self._layouts[state.known.layout].append(path)
+            self._layouts[state.known.record.layout].append(path)
 
     def find(
         self,

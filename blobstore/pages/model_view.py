@@ -40,7 +40,7 @@ def chosen_models(disk: StoreDisk, references: Sequence[Reference]) -> list[Refe
         return [name for name in references if name in disk.entries]
     chosen, count = [], 0
     for name, entry in disk.entries.items():
-        layers = 0 if entry.known is None else entry.known.length - 1  # without the config
+        layers = 0 if entry.known is None else entry.known.record.length - 1  # without the config
         if layers and (count := count + layers) <= MAX_TENSORS:
             chosen.append(name)
     return chosen

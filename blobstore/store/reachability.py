@@ -230,7 +230,7 @@ class ReachableBlobs:
         if state is not None and state.state == version:
             return state
         known = self.references.known(version) if self._is_believed else None
-        if known is not None and known.is_checked:
+        if known is not None and known.record.is_checked:
             return ManifestState(version, known, is_read=False)
         return None
 
@@ -250,7 +250,7 @@ class ReachableBlobs:
             # own.
             raise InvalidManifest(self._unknown(path, error.message)) from None
         lost = None
-        if manifest is not None and not known.is_checked:
+        if manifest is not None and not known.record.is_checked:
             lost = str(layers_digest(manifest.layers))
         return ManifestState(version, known, lost)
 

@@ -44,10 +44,6 @@ _RECORD: Final = struct.Struct("=40x32s8sQII??")
 """After the version of the file."""
 _START: Final = struct.Struct(f"=40s{_RECORD.size - 40}x")
 """That version."""
-_DIGEST: Final = slice(40, 72)
-"""Where a record has it, and so on."""
-_LAYOUT: Final = slice(72, 80)
-_IS_CHECKED: Final = slice(96, 97)
 _KEY: Final = PUBLISHED_SCHEME.encode()
 _MAX_BYTES: Final = 1 << 30
 _MARGIN_NS = MARGIN_NS
@@ -61,13 +57,19 @@ class _Record(NamedTuple):
     """What the table has of a manifest."""
 
     digest: bytes
+    """Of its bytes."""
     layout: bytes
+    """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
     begin: int
     """The place of its first number."""
     length: int
+    """How many blobs it references."""
     others: int
+    """How many of the first of these are not tensors, or not only tensors."""
     is_checked: bool
+    """Whether it was the one that its config promises."""
     is_unpublished: bool
+    """Whether its config names no quantization of a model that is kept as published."""
 
     def packed(self, version: bytes, begin: int) -> bytes:
         """Return the bytes of the same for a file of this version, with its numbers from ``begin`` on."""
@@ -81,44 +83,19 @@ class KnownManifest(NamedTuple):
     row: int
 
     @property
-    def digest(self) -> Digest:
-        """The digest of its bytes."""
-        return Digest(self.key.hex())
+    def record(self) -> _Record:
+        """That row."""
+        return self.references.record(self.row)
 
     @property
-    def key(self) -> bytes:
-        """The bytes of that digest."""
-        return self.references.field(self.row, _DIGEST)
+    def digest(self) -> Digest:
+        """The digest of its bytes."""
+        return Digest(self.record.digest.hex())
 
     @property
     def blobs(self) -> array[int]:
         """The numbers of its blobs, each once: that of the config, of other blobs that are not only tensors, of tensors."""
         return self.references.numbers_of(self.row)
-
-    @property
-    def length(self) -> int:
-        """How many these are."""
-        return self.references.record(self.row).length
-
-    @property
-    def others(self) -> int:
-        """How many of the first of these are not tensors, or not only tensors."""
-        return self.references.record(self.row).others
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the manifest was the one that its config promises."""
-        return self.references.field(self.row, _IS_CHECKED) != b"\0"
-
-    @property
-    def is_unpublished(self) -> bool:
-        """Whether its config names no quantization of a model that is kept as published."""
-        return self.references.record(self.row).is_unpublished
-
-    @property
-    def layout(self) -> bytes:
-        """A short digest of the names and sizes of its tensor layers, which models of one architecture have in common."""
-        return self.references.field(self.row, _LAYOUT)
 
     @property
     def sizes(self) -> list[int]:
@@ -162,11 +139,6 @@ class References:
     def record(self, row: int) -> _Record:
         """Return a row of the table."""
         return _Record._make(_RECORD.unpack_from(self._records, _RECORD.size * row))
-
-    def field(self, row: int, part: slice) -> bytes:
-        """Return some bytes of a row of the table, which takes a quarter of the time of all."""
-        begin = _RECORD.size * row
-        return bytes(self._records[begin + part.start : begin + part.stop])
 
     def numbers_of(self, row: int) -> array[int]:
         """Return the numbers that a manifest references."""

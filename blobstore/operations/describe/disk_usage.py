@@ -337,7 +337,7 @@ def _models_usage(
         models=tuple(
             ModelUsage(
                 reference=entry.reference,
-                blobs=0 if entry.known is None else entry.known.length,
+                blobs=0 if entry.known is None else entry.known.record.length,
                 size=sum(map(sizes.__getitem__, kept)),
                 unique=sum(map(own.__getitem__, kept)),
                 faults=tuple(_faults(store, blobs, entry)),

@@ -171,7 +171,7 @@ def choose_models(
             pairs = zip(numbers, sizes, strict=True)
             of_others = [size for number, size in pairs if counts[number] > 1]
         scheme = None
-        if not known.is_unpublished:
+        if not known.record.is_unpublished:
             config = BlobId(references.digest(numbers[0]), sizes[0])
             scheme = scheme_in(store, config) or None
         return ListedModel(

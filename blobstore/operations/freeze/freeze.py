@@ -212,7 +212,7 @@ def _must_stay_hot(plan: FreezePlan, leased: Collection[Digest]) -> dict[str, Ne
         # A name with another manifest than at the time of the plan is not the model that was to
         # be frozen. Only tensors get cold.
         if plan.frozen.get(path) == state:
-            others.update(known.blobs[: known.others])
+            others.update(known.blobs[: known.record.others])
         else:
             rows.append(known.row)
     uses = references.uses(rows)
