@@ -60,6 +60,16 @@ class RankTask:
     chunks: Sequence[Mapping[str, Sequence[Box]]]
     """What each rank has of the tensors that this rank owns, in the order in which it is sent."""
 
+    @property
+    def every(self) -> list[BlobPlan]:
+        """All gathered blobs."""
+        return [blob for its in self.gathered for blob in its]
+
+    @property
+    def own(self) -> Sequence[BlobPlan]:
+        """The gathered blobs that this rank owns."""
+        return self.gathered[self.rank]
+
 
 def tensors_of(plans: Sequence[SavePlan]) -> dict[str, tuple[TensorSpec, Read]]:
     """Return the tensors of a state by key, for a :class:`StepPlan`. Raises UnsupportedSource."""

@@ -9,7 +9,8 @@ has changed once is not looked at again, so a training that changes everything h
 from __future__ import annotations
 
 import functools
-import os
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from blobstore.core.workers import WorkerPool
@@ -17,7 +18,7 @@ from blobstore.integrations.torch_checkpoint.exchange import exchange, kept
 from blobstore.integrations.torch_checkpoint.layout import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import TypeVar
 
     import torch.distributed as dist
@@ -43,95 +44,74 @@ class Remembered(NamedTuple):
     """The blobs that this rank owns."""
 
 
+@dataclass(kw_only=True)
 class Rank:
     """One rank that writes a step."""
 
-    def __init__(
-        self,
-        task: RankTask,
-        state: RankState,
-        ingest: StepBlobs,
-        group: dist.ProcessGroup | None,
-        jobs: int | None,
-    ) -> None:
-        self._task = task
-        self._state = state
-        self._ingest = ingest
-        self._group = group
-        self._jobs = jobs or max(1, (os.cpu_count() or 1) // len(task.gathered))
-        self._every = [blob for its in task.gathered for blob in its]
-        self._parts: dict[str, bytes | None] = {}
-        self._files: dict[str, str] = {}
-        """The shared files of blobs."""
-        self.added: dict[str, Ingested] = {}
+    task: RankTask
+    state: RankState
+    ingest: StepBlobs
+    group: dist.ProcessGroup | None
+    jobs: int
+    before: Remembered
+    """What is known of the last step."""
+    parts: dict[str, bytes | None] = field(default_factory=dict)
+    """See :attr:`Remembered.parts`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The shared files of blobs."""
+    added: dict[str, Ingested] = field(default_factory=dict)
 
-    @property
-    def memory(self) -> Remembered:
-        """What to remember of the step, when all ranks have written."""
-        return Remembered(self._task.ingest, self._parts, self.added)
+    def _run(self, items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+        return WorkerPool(self.jobs, None, 0).run(items, work)
 
-    def _run(self, items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
-        return WorkerPool(self._jobs, None, 0).run(items, work)
-
-    def look(self, before: Remembered) -> list[bool]:
+    def look(self) -> list[bool]:
         """Return of each gathered blob whether it is unchanged, as far as this rank knows.
 
         Then, of each, whether this rank can write its parts into a file of all ranks.
         """
-        task, state, ingest = self._task, self._state, self._ingest
-        own = {blob.name for blob in task.gathered[task.rank]}
+        every, before, state = self.task.every, self.before, self.state
+        own = {blob.name for blob in self.task.own}
 
         def digest(blob: BlobPlan) -> bytes | None:
             return state.digest(blob) if before.parts.get(blob.name, b"") is not None else None
 
-        def is_same(blob: BlobPlan, found: bytes | None) -> bool:
+        def is_same(blob: BlobPlan) -> bool:
+            found = self.parts[blob.name]
             if found is None or before.parts.get(blob.name) != found:
                 return False
             known = before.blobs.get(blob.name) if blob.name in own else None
-            item = known and ingest.find(known.digest, known.size)
+            item = known and self.ingest.find(known.digest, known.size)
             if item is not None:
                 self.added[blob.name] = item
             return item is not None or blob.name not in own
 
-        digests = self._run(self._every, digest)
-        self._parts = {blob.name: it for blob, it in zip(self._every, digests, strict=True)}
-        is_here = ingest.machine_folder == task.folder != ""
-        return [
-            *map(is_same, self._every, digests),
-            *(is_here and state.is_rows(blob) for blob in self._every),
-        ]
+        digests = self._run(every, digest)
+        self.parts = {blob.name: found for blob, found in zip(every, digests, strict=True)}
+        is_here = self.ingest.machine_folder == self.task.folder != ""
+        return [*map(is_same, every), *(is_here and state.is_rows(blob) for blob in every)]
 
-    def gather(
-        self, agreed: Sequence[bool], before: Remembered, errors: list[Exception], window: int
-    ) -> None:
+    def gather(self, agreed: Sequence[bool], errors: list[Exception], window: int) -> None:
         """Bring the parts of blobs to their owners, or into files, but for those of blobs that have not changed.
 
         ``agreed`` is where all ranks have said yes to :meth:`look`.
         """
-        task, state = self._task, self._state
-        are_same, are_rows = agreed[: len(self._every)], agreed[len(self._every) :]
-        same = {blob.name for blob, is_same in zip(self._every, are_same, strict=True) if is_same}
-        rows = [
-            blob
-            for blob, is_rows in zip(self._every, are_rows, strict=True)
-            if is_rows and blob.name not in same
-        ]
-        self._files = {blob.name: f"rows.{index}" for index, blob in enumerate(rows)}
+        task, state = self.task, self.state
+        names = [blob.name for blob in task.every]
+        same = set(itertools.compress(names, agreed))
+        rows = set(itertools.compress(names, agreed[len(names) :])) - same
+        self.files = {name: f"rows.{index}" for index, name in enumerate(names) if name in rows}
         self.added = {name: item for name, item in self.added.items() if name in same}
-        self._parts |= dict.fromkeys(before.parts.keys() & self._parts.keys() - same)
+        self.parts |= dict.fromkeys(self.before.parts.keys() & self.parts.keys() - same)
 
         def write(blob: BlobPlan) -> None:
-            shared = cast("Ingest", self._ingest)
-            shared.write_parts(self._files[blob.name], state.parts(blob))
+            shared = cast("Ingest", self.ingest)
+            shared.write_parts(self.files[blob.name], state.parts(blob))
 
         with kept(errors):
-            self._run(rows, write)
-        streams = [
-            [blob for blob in its if blob.name not in same and blob.name not in self._files]
-            for its in task.gathered
-        ]
+            self._run((blob for blob in task.every if blob.name in rows), write)
+        streams = [[blob for blob in its if blob.name not in same | rows] for its in task.gathered]
         incoming = exchange(
-            self._group,
+            self.group,
             [
                 [(spec.name, shape_of(spec)) for blob in its for spec in blob.stored]
                 for its in streams
@@ -144,28 +124,27 @@ class Rank:
         with kept(errors):
             for blob in streams[task.rank]:
                 buffers = functools.partial(_stream, blob, incoming)
-                self.added[blob.name] = self._ingest.add(blob.size, buffers, once=True)
+                self.added[blob.name] = self.ingest.add(blob.size, buffers, once=True)
         for _ in incoming:  # other ranks wait for the parts of this one
             pass
 
     def add(self) -> None:
         """Add the blobs whose bytes are here, when all ranks have written their parts of files; make all durable."""
-        task, state = self._task, self._state
 
         def read(recipe: Recipe) -> Iterator[bytes]:
-            return state.read(recipe.spec.name)
+            return self.state.read(recipe.spec.name)
 
         def add(blob: BlobPlan) -> None:
-            if blob.name in self._files:
-                shared, name = cast("Ingest", self._ingest), self._files[blob.name]
+            if blob.name in self.files:
+                shared, name = cast("Ingest", self.ingest), self.files[blob.name]
                 item = shared.add_parts(name, blob.size, blob.header)
             else:
-                item = self._ingest.add(blob.size, lambda: blob.buffers(read))
+                item = self.ingest.add(blob.size, lambda: blob.buffers(read))
             self.added[blob.name] = item
 
-        own = [blob for blob in task.gathered[task.rank] if blob.name in self._files]
-        self._run([*own, *task.local], add)
-        self._ingest.sync()
+        own = (blob for blob in self.task.own if blob.name in self.files)
+        self._run([*own, *self.task.local], add)
+        self.ingest.sync()
 
 
 def _stream(blob: BlobPlan, incoming: Iterator[memoryview]) -> Iterator[bytes | memoryview]:

@@ -7,6 +7,7 @@ gives the step its names. Until then nothing of it can be seen, and if a process
 
 from __future__ import annotations
 
+import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,7 +36,6 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future as Freezing
 
@@ -215,24 +215,30 @@ class StoreWriter(StorageWriter, AsyncStager):
                 f"the process group of the writer has {dist.get_world_size(self._group)} ranks, and {ranks} save",
                 advice="pass the same process_group to StoreWriter and to save",
             )
-        before = before if before.ingest == task.previous else Remembered()
         errors: list[Exception] = []
 
         def agree(votes: list[bool]) -> list[bool]:
             return all_agree(self._group, votes) if ranks > 1 else votes
 
-        votes = [False] * (1 + 2 * sum(map(len, task.gathered)))
+        votes = [False] * (1 + 2 * len(task.every))
         with kept(errors):
             state = RankState(plan, planner, self._model, self._window)
             values = state.values()
             if self._plan is None:
                 self._opened.join(task.ingest)
-            rank = Rank(task, state, self._opened.blobs, self._group, self._jobs)
-            votes = [True, *rank.look(before)]
+            rank = Rank(
+                task=task,
+                state=state,
+                ingest=self._opened.blobs,
+                group=self._group,
+                jobs=self._jobs or max(1, (os.cpu_count() or 1) // ranks),
+                before=before if before.ingest == task.previous else Remembered(),
+            )
+            votes = [True, *rank.look()]
         is_well, *agreed = agree(votes)
         if is_well:  # and so all ranks can take part
             if agreed:
-                rank.gather(agreed, before, errors, self._window)
+                rank.gather(agreed, errors, self._window)
             if all(agree([not errors])):
                 with kept(errors):
                     rank.add()
@@ -242,7 +248,7 @@ class StoreWriter(StorageWriter, AsyncStager):
         if not is_complete:  # the other rank reports why
             self._end()
             return {}, {}
-        self._before = rank.memory
+        self._before = Remembered(task.ingest, rank.parts, rank.added)
         return rank.added, values
 
     @property
