@@ -82,16 +82,16 @@ class Created:
     bytes_written: int
     bytes_present: int
     """Bytes of blobs that the store already had."""
-    blobs_repaired: int
+    blobs_repaired: int = 0
     """Blobs that the store already had, but damaged, and that were replaced."""
-    repository: str | None
+    repository: str | None = None
     """The Hub repository of the source, if it has one."""
-    commit: str | None
+    commit: str | None = None
     """The hash of the repository's commit."""
     replaced: bool
     """Whether the name belonged to another model before."""
     seconds: float
-    notices: tuple[str, ...]
+    notices: tuple[str, ...] = ()
     """Messages for the user, one line each."""
 
 

@@ -211,12 +211,8 @@ def save_step(
         blobs=len(manifests[0].layers) + 1,
         bytes_written=sum(item.size for item in items if item.written),
         bytes_present=sum(item.size for item in items if not item.written),
-        blobs_repaired=0,
-        repository=None,
-        commit=None,
         replaced=is_replaced,
         seconds=time.monotonic() - started,
-        notices=(),
     )
 
 
