@@ -270,9 +270,10 @@ class StoreWriter(StorageWriter, AsyncStager):
             NameTaken: another process gave one of them another model in the meantime.
             StoreError, StoreBusy: the store cannot be written, or the disk is full.
         """
-        place, plan = self._opened, self._plan
+        plan = self._plan
         if plan is None:
             raise BlobstoreError("another rank failed to write its part of the step")
+        place = self._opened
         added: dict[str, Ingested] = {}
         values: dict[str, Any] = {key: StoredName(name) for name, key in plan.keys.items()}
         for result in (one for rank in results for one in rank):
