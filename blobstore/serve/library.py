@@ -94,14 +94,21 @@ class Library:
     It knows no client: :class:`~blobstore.serve.visible.Visible` has the models that one client may see.
     """
 
-    def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        allow: Sequence[str] = (),
+        note: Callable[..., object] | None = None,
+    ) -> None:
         """Serve the models that match at least one of the patterns; without patterns, all.
+
+        ``note`` is for a store of others; see :class:`PulledModels`.
 
         Raises:
             UsageError: a pattern is too long.
         """
         self.store = store
-        self.pulled = PulledModels(store)
+        self.pulled = PulledModels(store, note)
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
         self.awaited: Sequence[LockedModel] = ()

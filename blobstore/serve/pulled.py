@@ -42,7 +42,7 @@ from blobstore.store.fetched import (
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.manifests.model import Manifest
@@ -155,9 +155,15 @@ class PulledModels:
     Until :meth:`own`, each look finds the records that other processes have written by then.
     """
 
-    def __init__(self, store: LocalStore) -> None:
-        """Read the records. Raises StoreError if their folder cannot be read."""
-        self._store = store
+    def __init__(self, store: LocalStore, note: Callable[..., object] | None = None) -> None:
+        """Read the records.
+
+        If they cannot be read, raise StoreError; with ``note``, call it with the fields of a line for the log instead:
+        no model that was fetched is for anybody then.
+        """
+        self._store, self._note = store, note
+        self._fault = ""
+        """Why the records could not be read."""
         self._folder = store.folder("pulled")
         self.names = GivenNames(store)
         """Which names have models of fetches."""
@@ -196,28 +202,21 @@ class PulledModels:
         with self._lock:
             if self._is_own:
                 return
-            # Before the folder is listed: a change in between makes another version.
-            version = FileVersion.of(self._folder)
-            if version == self._version and (version is not None or self._is_absent):
-                return
             now = time.time_ns()
-            files: dict[str, tuple[FileVersion | None, _Record]] = {}
-            for name in list_names(self._folder):
-                path = self._folder / name
-                # A name that begins with a dot is that of a temporary file, or of a note.
-                if name.startswith("."):
-                    continue
-                # Before the file is read, for the same reason.
-                found, known = FileVersion.of(path), self._files.get(name)
-                try:
-                    if known is None or known[0] != found:
-                        record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
-                        known = found, record.short()
-                    files[name] = known
-                except (OSError, ValueError, BlobstoreError):  # as if it were lost
-                    continue
-            self._files = files
-            records = [record for _, record in files.values()]
+            try:
+                # Before the folder is listed: a change in between makes another version.
+                version = FileVersion.of(self._folder)
+                if version == self._version and (version is not None or self._is_absent):
+                    return
+                self._files, fault = self._read_all(), ""
+            except StoreError as error:
+                if self._note is None:
+                    raise
+                version, self._files, fault = None, {}, str(error)
+            if fault and fault != self._fault and self._note is not None:
+                self._note(error=fault)
+            self._fault = fault
+            records = [record for _, record in self._files.values()]
             origins = [one.origin for one in records if one.origin is not None]
             self._set(
                 {(one.repository, one.commit): one for one in origins},
@@ -227,7 +226,25 @@ class PulledModels:
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
-            self._is_absent = version is None
+            self._is_absent = version is None and not fault
+
+    def _read_all(self) -> dict[str, tuple[FileVersion | None, _Record]]:
+        files: dict[str, tuple[FileVersion | None, _Record]] = {}
+        for name in list_names(self._folder):
+            path = self._folder / name
+            # A name that begins with a dot is that of a temporary file, or of a note.
+            if name.startswith("."):
+                continue
+            # Before the file is read: a change in between makes another version.
+            found, known = FileVersion.of(path), self._files.get(name)
+            try:
+                if known is None or known[0] != found:
+                    record = _Record.from_bytes(read_regular(path, _MAX_RECORD))
+                    known = found, record.short()
+                files[name] = known
+            except (OSError, ValueError, BlobstoreError):  # as if it were lost
+                continue
+        return files
 
     def _set(
         self, records: dict[Commit, Origin], public: dict[str, bool], renamed: dict[str, str]
@@ -371,7 +388,7 @@ class PulledModels:
 
     def brought(self, manifest: Digest) -> Brought | None:
         """Return for whom a model is that the user has brought from elsewhere; None for others. Raises StoreError."""
-        noted = _read(self._folder / brought_name(manifest))
+        noted = b"" if self._fault else _read(self._folder / brought_name(manifest))
         if not noted:
             return None
         return Brought.EVERYONE if noted == Brought.EVERYONE.value else Brought.READERS

@@ -112,8 +112,9 @@ def serve(
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     # What it fetches gets names, which are given in a store itself.
     fetches = upstream is not None or peers
-    library, *shared = (Library(one, allow) for one in _stores(store, is_alone=bool(fetches)))
     lines = Log(log)
+    own, *below = _stores(store, is_alone=bool(fetches))
+    library, shared = Library(own, allow), [Library(one, allow, lines.note) for one in below]
     fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
     tokens: Watched[Access] | None = None
     if token_file is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create, import_source
 from blobstore.planning.import_options import ImportOptions
 from blobstore.serve import pulled as pulled_models
+from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store import manifests
 from blobstore.store.fetched import mark_of
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
+from tests.support.serve import ask
 
 ORIGIN = Origin("org/model", "a" * 40, {"config.json": "b" * 40})
 FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
@@ -243,3 +246,24 @@ def test_a_record_that_cannot_be_read_now_is_not_absent(
             pulled.names.has_given(reference)
     assert pulled.with_others(ORIGIN) == ORIGIN
     assert pulled.names.has_given(reference)
+
+
+def test_records_of_others_that_cannot_be_read_open_nothing_and_are_reported_once(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    import_as(store, tmp_path, ORIGIN)
+    create(write_folder(tmp_path / "own", dense_tensors()), "org/own", store=store)
+    PulledModels(store).keep(ORIGIN, is_public=True)
+    shutil.rmtree(store.folder("pulled"))
+    store.folder("pulled").write_bytes(b"")  # as if this user must not list it
+    with pytest.raises(StoreError, match="cannot list"):
+        PulledModels(store)
+    noted: list[str] = []
+
+    def note(error: str) -> None:
+        noted.append(error)
+
+    library = Library(store, note=note)
+    for name, status in (("model", 404), ("own", 200)) * 2:
+        assert ask(library, f"/org/{name}/resolve/main/config.json").status == status
+    assert len(noted) == 1
