@@ -67,8 +67,13 @@ def command(
         _show_items(items, out)
         return
 
+    lines = output.GrowingLines()
+
     def show(model: IngestedModel, done: int, total: int) -> None:
-        out.line(f"[{done}/{total}] {_as_text(model)}")
+        if not out.is_json:
+            lines.add([f"[{done}/{total}] {_as_text(model)}"])
+            if not model.is_present:  # the next may take long
+                lines.print()
 
     models = ingest(
         items,
@@ -78,6 +83,7 @@ def command(
         on_done=show,
         quantize=QuantizeOptions(quant_type),
     )
+    lines.print()
     failed = [model for model in models if model.error]
     written = render.human_bytes(sum(model.bytes_written for model in models))
     present = sum(model.is_present for model in models)
