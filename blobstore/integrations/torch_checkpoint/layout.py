@@ -29,12 +29,7 @@ from blobstore.safetensors.torch import check_has_bytes, spec_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.distributed.checkpoint.planner import (
-        SavePlan,
-        SavePlanner,
-        TensorWriteData,
-        WriteItem,
-    )
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.integrations.torch_checkpoint.windows import Part
@@ -236,12 +231,7 @@ def shape_of(spec: TensorSpec) -> tuple[int, ...]:
 
 def _boxes(items: Sequence[WriteItem], model: str) -> Iterator[tuple[str, Box]]:
     """Yield the names of tensors, and which parts of them items have."""
-    for item in items:
-        if item.tensor_data is not None:
-            yield stored_name(item.index.fqn, model), _box(item.tensor_data)
-
-
-def _box(data: TensorWriteData) -> Box:
-    return box_of_bytes(
-        tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype.itemsize
-    )
+    for data, key in ((item.tensor_data, item.index.fqn) for item in items):
+        if data is not None:
+            chunk, itemsize = data.chunk, data.properties.dtype.itemsize
+            yield stored_name(key, model), box_of_bytes(chunk.offsets, chunk.sizes, itemsize)

@@ -8,6 +8,7 @@ those of bytes: the last dimension counts bytes, not elements, so that no type o
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -28,21 +29,14 @@ class Box(NamedTuple):
     def intersection(self, other: Box) -> Box | None:
         """Return what two boxes have in common; None if that is nothing."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = map(min, self.ends, other.ends)
-        sizes = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+        ends = map(min, map(operator.add, *self), map(operator.add, *other))
+        sizes = tuple(map(operator.sub, ends, offsets))
         return Box(offsets, sizes) if min(sizes) > 0 else None
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Where it ends in each dimension."""
-        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of the box in an array that has the bytes of ``outer``."""
-        begins = (own - its for own, its in zip(self.offsets, outer.offsets, strict=True))
-        return tuple(
-            slice(begin, begin + size) for begin, size in zip(begins, self.sizes, strict=True)
-        )
+        begins = tuple(map(operator.sub, self.offsets, outer.offsets))
+        return tuple(map(slice, begins, map(operator.add, begins, self.sizes)))
 
 
 def box_of_bytes(offsets: Sequence[int], sizes: Sequence[int], itemsize: int) -> Box:
