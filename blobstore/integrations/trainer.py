@@ -91,10 +91,13 @@ class StoreCallback(TrainerCallback):
         except (KeyError, TypeError, ValueError, RecursionError):
             raise BlobDamaged(f"{name}: {_STATE} does not say which step it is") from None
         found, kept = _folder(folder, step), _folder(folder, best)
+        is_first = (
+            os.environ.get("LOCAL_RANK", "0") == "0"
+        )  # of its machine, as torchrun numbers them
         has_ranks = dist.is_available() and dist.is_initialized()
         for rank in range(dist.get_world_size() if has_ranks else 1):
             # One after the other, because machines may share the folder.
-            if not has_ranks or (rank == dist.get_rank() and _is_first_here()):
+            if not has_ranks or (rank == dist.get_rank() and is_first):
                 if best:
                     export_trainer(f"{self._run}:step-{best}", kept, store=self._store, force=True)
                     state["best_model_checkpoint"] = str(kept)
@@ -104,11 +107,6 @@ class StoreCallback(TrainerCallback):
             if has_ranks:
                 dist.barrier()
         return str(found)
-
-
-def _is_first_here() -> bool:
-    """Return whether a process is the first one of its machine, as ``torchrun`` numbers them."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _write(path: Path, value: Any) -> None:

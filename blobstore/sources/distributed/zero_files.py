@@ -33,8 +33,9 @@ _CHECK_SIZE = 1 << 20
 _STAGES = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups"}
 _STAGES[3] = "fp32_flat_groups"
 """The key of the flat tensors of each stage."""
-_OF_MODEL = ("module", "buffer_names", "param_shapes", "shared_params", "model", "optimizer")
-_FROZEN = ("frozen_param_shapes", "frozen_param_fragments")
+_OF_MODEL = {"module", "buffer_names", "param_shapes", "shared_params", "model", "optimizer"}
+_OF_MODEL |= {"frozen_param_shapes", "frozen_param_fragments"}
+"""The keys of a ``*_model_states.pt`` file that are of the model or its optimizer."""
 
 
 class StorageCheck:
@@ -120,8 +121,7 @@ def read_moments(file: DataFile) -> Moments:
 
 def read_values(file: DataFile) -> dict[str, Any]:
     """Read what a ``*_model_states.pt`` file has besides the model. Raises as :func:`read_model_states`."""
-    left_out = (*_OF_MODEL, *_FROZEN)
-    return _read(file, lambda _, value: {k: it for k, it in value.items() if k not in left_out})
+    return _read(file, lambda _, value: {k: it for k, it in value.items() if k not in _OF_MODEL})
 
 
 def read_model_states(file: DataFile) -> ModelStates:
