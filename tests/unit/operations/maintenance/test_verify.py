@@ -479,7 +479,7 @@ def test_refuses_a_sample_without_hashing(store: LocalStore) -> None:
 def test_refuses_a_rate_without_hashing(store: LocalStore) -> None:
     with pytest.raises(UsageError, match="a rate cannot be combined with a quick check"):
         verify_models(store=store, quick=True, rate=1e6)
-    with pytest.raises(UsageError, match="above 0"):
+    with pytest.raises(UsageError, match="at least 1 byte"):
         verify_models(store=store, rate=0)
 
 

@@ -400,7 +400,7 @@ def test_a_name_with_a_host_is_its_own_remote(origin: LocalStore, server: Server
         ({"layout": "tar"}, "layout must be"),
         ({"streams": 0}, "at least 1"),
         ({"max_layers": 0}, "at least 1"),
-        ({"limit_rate": 0}, "above 0"),
+        ({"limit_rate": 0}, "at least 1 byte"),
     ],
 )
 def test_wrong_options_are_refused(
