@@ -329,8 +329,10 @@ if not TYPE_CHECKING:  # a type checker reports a name that does not exist
 
                 value = checked_calls(name, value)
         else:
-            from blobstore.core.public_calls import advice_on_name
+            from blobstore.core.public_calls import SHORT, advice_on_name
 
+            if name in SHORT:
+                return __getattr__(SHORT[name])
             advice = "" if name.startswith("_") else advice_on_name(name, __all__)
             raise AttributeError(f"module 'blobstore' has no attribute {name!r}{advice}")
         globals()[name] = value

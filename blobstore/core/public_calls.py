@@ -13,20 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore import errors
 from blobstore.core.argument_types import wrong_type
 from blobstore.core.escape import most_like, question, quote
-from blobstore.core.synonyms import COMMANDS
+from blobstore.core.synonyms import ALIASES, COMMANDS
 from blobstore.errors import InvalidCall, InvalidReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-FUNCTIONS: Final = {
-    "cat": "read_file",
-    "cp": "copy",
-    "mv": "rename",
-    "rm": "remove",
-    "serve": "start_server",
-    "tag": "copy",
-}
+SHORT: Final = {**ALIASES, "cat": "read_file", "cp": "copy", "mv": "rename", "rm": "remove"}
+"""The functions that the short names of commands stand for in Python, too."""
+FUNCTIONS: Final = {**SHORT, "serve": "start_server", "tag": "copy"}
 """The functions of the commands that have another name."""
 _NAMES: Final = {
     **dict.fromkeys(("load", "from_pretrained", "get", "resolve"), "open"),

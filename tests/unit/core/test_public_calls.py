@@ -9,7 +9,7 @@ import pytest
 import blobstore
 from blobstore.cli.main import _COMMANDS
 from blobstore.core import public_calls
-from blobstore.core.synonyms import COMMANDS
+from blobstore.core.synonyms import ALIASES, COMMANDS
 from blobstore.errors import BlobstoreError, InvalidCall, UsageError
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
@@ -101,6 +101,12 @@ def test_a_name_that_is_like_no_other_is_reported_alone() -> None:
     )
     assert guess("blobstore.zzz") == "module 'blobstore' has no attribute 'zzz'"
     assert not hasattr(blobstore, "__wrapped__")
+
+
+def test_the_short_names_of_commands_are_functions_too() -> None:
+    for short, name in public_calls.SHORT.items():
+        assert getattr(blobstore, short) is getattr(blobstore, name)
+        assert short in _COMMANDS or short in ALIASES
 
 
 def test_every_synonym_leads_to_a_command_or_a_public_name() -> None:
