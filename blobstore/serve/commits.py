@@ -120,7 +120,10 @@ class Commits:
     # Names
 
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
-        """Return what names in the store were fetched from; nothing if no name was. Raises UnknownSource."""
+        """Return what names in the store were fetched from: None for the store's own, nothing for absent ones.
+
+        Raises UnknownSource.
+        """
         found: dict[Reference, Origin | None] = {}
         changed = []
         now = time.monotonic()
@@ -146,6 +149,8 @@ class Commits:
                 continue
             key = self._tags.key(reference, version)
             source = (by_key.get(key) if key else None) or self._source(reference)
+            if self._store.manifest_version(reference) != version:
+                continue  # what was read may be another model, and is looked at again
             if key is not None and source.until == math.inf:
                 by_key[key] = source
             self._sources[reference] = version, source
@@ -195,8 +200,8 @@ class Commits:
         origins = prepared(lambda: self.origins(state.keys))
         versions = defaultdict[str, list[Version]](list)
         until = settled_until(state.history)
-        for reference, key in state.keys.items():
-            version = Version(reference, key, origins.get(reference))
+        for reference, origin in origins.items():
+            version = Version(reference, state.keys[reference], origin)
             versions[version.commit].append(version)
             if reference in self._sources:
                 until = min(until, self._sources[reference][1].until)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileVersion
     from blobstore.manifests.lock_file import LockedModel
-    from blobstore.serve.cold_files import Owners
     from blobstore.serve.commits import Version
     from blobstore.serve.messages import Content
     from blobstore.serve.protection import Use
@@ -492,13 +491,9 @@ class Library:
         files = find_cold_files(self.store, artifact.layers.values(), key)
         others = {one.base.digest for one in files.layers if one.base} - artifact.layers.keys()
         owners = owners_of(self.store, others) if others else {}
-        bases = {base: prepared(partial(self._owned, names)) for base, names in owners.items()}
+        bases = {base: prepared(partial(self.origins, names)) for base, names in owners.items()}
         artifact.list_cold(files, bases)
         self.tags.note(artifact.reference, artifact.model, artifact.digests())
-
-    def _owned(self, names: Sequence[Reference]) -> Owners:
-        origins = self.origins(names)
-        return {name: origins.get(name) for name in names}
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         with self._turn(self._large, version.size) as is_next:

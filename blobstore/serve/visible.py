@@ -87,7 +87,8 @@ class Visible:
         """Return those of names in the store that are served and seen. Raises NotPrepared."""
         allowed = list(filter(self._library.is_allowed, references))
         origins = self._library.origins(allowed)
-        return [one for one in allowed if self.shows(origins.get(one))]
+        # A name without a model is not the store's own: one whose model is being removed may be restricted.
+        return [one for one in allowed if one in origins and self.shows(origins[one])]
 
     __call__ = _seen  # equal values see the same, which nobody knows of their methods
 
@@ -161,7 +162,9 @@ class Visible:
 
     def descriptions(self, references: Iterable[Reference]) -> Mapping[Reference, Description]:
         """See :meth:`Library.descriptions`."""
-        return self._library.descriptions(self._seen(references))
+        found = self._library.descriptions(self._seen(references))
+        # A name may have got a model that is not seen since.
+        return {one: found[one] for one in self._seen(found)}
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
         """See :meth:`Library.watch`."""
@@ -214,10 +217,11 @@ class Visible:
         found = {one: model.commit for one, model in arriving.items() if self.shows(model.origin)}
         keys = self._library.keys(repository)
         origins = self._library.origins(keys)
-        for one, key in keys.items():
-            origin = origins.get(one)
-            if one not in found and self.shows(origin):
-                found[one] = served_commit(origin, key)
+        after = self._library.keys(repository)
+        for one, origin in origins.items():
+            # If the name has got another model since, this origin may be that of the other.
+            if one not in found and keys[one] == after.get(one) and self.shows(origin):
+                found[one] = served_commit(origin, keys[one])
         return _by_tag(found)
 
     def _complete(self, model: ServedModel | None) -> ServedModel | None:

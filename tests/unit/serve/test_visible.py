@@ -18,7 +18,7 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.serve.library import Library, ServedModel
 from blobstore.serve.messages import Content
 from blobstore.serve.pulled import Origin
-from blobstore.serve.unprepared import prepared
+from blobstore.serve.unprepared import UnknownSource, prepared
 from blobstore.serve.visible import Visible
 from blobstore.sources.hub_listing import ListedFile
 from blobstore.sources.open import open_source
@@ -202,6 +202,47 @@ def test_nothing_that_is_restricted_is_described_ahead(
     library.pulled.note_public(NAME, is_public=True)
     Visible.of(library).look_ahead()
     assert described == [MINE, FETCHED]
+
+
+def test_a_model_that_is_being_removed_is_not_the_stores_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.pulled.keep(Origin(NAME, COMMIT), is_public=False)
+    everyone, listed = Visible.of(library), [*prepared(library.names)]
+    keys = prepared(lambda: library.keys(FETCHED))
+    remove_models([FETCHED], store=library.store)
+    monkeypatch.setattr(library, "names", lambda: listed)
+    monkeypatch.setattr(library, "keys", lambda _: keys)
+
+    assert prepared(everyone.models) == [MINE]
+    assert [*prepared(lambda: everyone.commits(FETCHED))] == [MINE]
+    assert [*prepared(lambda: library.origins([FETCHED, MINE]))] == [MINE]
+
+
+def test_the_origin_of_a_model_is_not_that_of_one_which_replaced_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is replaced after the server has looked which model it has, and before it reads where that is from."""
+    library.pulled.keep(Origin(NAME, COMMIT), is_public=False)
+    copies = [Reference.parse(f"team/x:v{number}") for number in range(3)]
+    for copy in copies:
+        copy_model(FETCHED, copy, store=library.store)
+    with monkeypatch.context() as patch:
+        read = LocalStore.read_manifest
+
+        def replaced(store: LocalStore, reference: Reference) -> bytes:
+            patch.undo()
+            copy_model(MINE, reference, store=store, force=True)
+            return read(store, reference)
+
+        prepared(lambda: library.keys(copies[0]))
+        with pytest.raises(UnknownSource) as unknown:
+            library.origins(copies)
+        patch.setattr(LocalStore, "read_manifest", replaced)
+        unknown.value.prepare()
+    everyone = Visible.of(library)
+    assert [*prepared(lambda: everyone.commits(copies[0]))] == copies[:1]
+    assert prepared(lambda: everyone(copies)) == copies[:1]
 
 
 def test_what_is_not_served_is_not_seen(library: Library) -> None:
