@@ -67,7 +67,7 @@ _HOLD = 0.2
 """Seconds after which the lock is released for other processes, or as many as it took to read what changed."""
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
-_OLD = re.compile(r"(upload|lock|references-[0-9]+)-")
+_OLD = re.compile(r"(upload|lock)-|references-[0-9]+-[0-9a-f]{64}")
 """Files about remotes that are removed by their age."""
 _PREFIX = Digest("").file_name
 
