@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 _SIGN: Final = "$"
 _MIN, _MAX = -(2**63), 2**64 - 1
 """Integers beyond these are written as text, because many programs cannot read them from JSON."""
-_MAX_COLLISIONS: Final = 100
-"""Different keys of one hash in a dict or set that is read."""
+_SECONDS: Final = 1.0
+_SECONDS_PER_KEY: Final = 20e-6
+"""Of a thread, a hundred times as long as usual, for a dict or set that is read."""
+_TRIED: Final = 1000
+"""Keys that are tried before the next look at the clock."""
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SCALARS = (type(None), bool, int, float, str, complex, bytes)
 _GROUPS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
@@ -116,13 +120,16 @@ def decode(value: Any, readers: Readers = MappingProxyType({})) -> Any:
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """Return the keys of a dict or set. Raises ValueError if many have one hash, so that making it would take long.
+    """Return the keys of a dict or set. Raises ValueError if making it takes long, as with keys chosen to collide.
 
-    Each is looked up among all others of its hash. Hashes of texts have a random seed, and those of numbers have none.
+    Hashes of texts have a random seed, and those of numbers have none.
     """
-    counts = Counter(str(hash(key)) for key in keys)
-    if max(counts.values(), default=0) > _MAX_COLLISIONS:
-        raise ValueError("too many keys have the same hash")
+    tried: dict[Any, None] = {}
+    until = time.thread_time() + _SECONDS + len(keys) * _SECONDS_PER_KEY
+    for begin in range(0, len(keys), _TRIED):
+        tried |= dict.fromkeys(keys[begin : begin + _TRIED])
+        if time.thread_time() > until:
+            raise ValueError("the keys collide")
     return keys
 
 
