@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import interrupts
@@ -18,6 +19,7 @@ from blobstore.operations.ingest.task import run_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.context import BaseContext
 
 CONNECT_TIMEOUT = "10s"
 _SIGNALS_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
@@ -49,7 +51,7 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
             lambda: (
                 ThreadPoolExecutor(count, initializer=interrupts.obey)
                 if is_threads
-                else _Processes(count, mp_context=context)
+                else _processes(count, context)
             )
         )
     elif name.startswith("dask://"):
@@ -65,21 +67,38 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
         )
 
 
+def _processes(count: int, context: BaseContext) -> Executor:
+    with _safe_path():
+        resource_tracker.ensure_running()
+        return _Processes(count, mp_context=context)
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let a Python that is started in the block look for modules in no working directory, which may have a model.
+
+    A worker gets the places of modules from this process, but only once it runs.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+
+
 class _Processes(ProcessPoolExecutor):
     """Worker processes that stop as a program does: see :mod:`blobstore.core.interrupts`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start a task. Signals of the terminal do not reach the workers: this process asks them to end."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_TERMINALS)
-        safe = os.environ.get(_SAFE_PATH)
-        # A worker gets the places of modules from this process. Until then, it must look into no folder of models.
-        os.environ[_SAFE_PATH] = "1"
         try:
-            return super().submit(run_task, fn, *args, **kwargs)
+            with _safe_path():
+                return super().submit(run_task, fn, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if safe is None:
-                del os.environ[_SAFE_PATH]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks, or stop them: a signal to this process alone does not reach the workers."""

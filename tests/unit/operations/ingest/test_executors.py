@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from concurrent.futures import Executor
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -30,8 +31,15 @@ def looks_into_no_folder() -> bool:
 @pytest.mark.slow
 def test_workers_find_no_modules_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    started: list[str] = []
+    monkeypatch.setattr(
+        resource_tracker,
+        "ensure_running",
+        lambda: started.append(os.environ.get("PYTHONSAFEPATH", "")),
+    )
     with open_executor("processes:1") as make, make() as executor:
         assert executor.submit(looks_into_no_folder).result()
+    assert started[0] == "1"
     assert "PYTHONSAFEPATH" not in os.environ
 
 
