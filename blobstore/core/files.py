@@ -28,6 +28,8 @@ OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags that open files of strangers: a pipe must not make a program wait."""
 _OWN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _FOLIO = 1 << 20
+_MAY_BE_LINKS = ("cold",)
+"""Folders of a store that users move to other disks."""
 _ROOT_USER = 0
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -319,9 +321,13 @@ def make_folders(folder: Path, top: Path, *, durable: bool = True) -> None:
     """Create ``folder`` and its missing parents durably, or without syncing them.
 
     ``top`` and the folders below it are synced even if they exist: another process may have just
-    created them.
+    created them. Those in a hidden folder of ``top`` are this program's own, so links in place of them are refused.
     """
     parents = [folder, *folder.parents]
+    for parent in parents[: parents.index(top)]:
+        is_own = parent.relative_to(top).parts[0][0] == "."
+        if is_own and parent.name not in _MAY_BE_LINKS and parent.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
     existing = next(index for index, parent in enumerate(parents) if parent.is_dir())
     below = parents.index(top)
     for index in reversed(range(existing)):

@@ -22,7 +22,7 @@ from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError, DamagedSource, StoreBusy
 from blobstore.store.locks import try_lock
 from blobstore.store.partial import FULL
-from blobstore.store.scan import is_folder, scan_folder
+from blobstore.store.scan import is_folder, scan_folder, walk_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -135,6 +135,9 @@ def _locked(
 ) -> Iterator[None]:
     with store.writing():
         descriptor = _lock(store, folder, source, progress)
+        for entry in walk_files(folder):
+            if is_folder(entry.path):  # a link of a stranger: ours lead to files
+                os.unlink(entry.path)  # noqa: PTH108 - a string
     try:
         try:
             yield

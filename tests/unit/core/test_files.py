@@ -418,3 +418,16 @@ def test_only_a_file_of_this_user_alone_is_continued(tmp_path: Path, kind: str) 
     os.close(descriptor)
     assert path.read_bytes() == (b"begin end" if kind == "own" else b" end")
     assert other.read_bytes() == b"precious"
+
+
+def test_own_folders_are_made_through_no_link(tmp_path: Path) -> None:
+    top, outside = tmp_path / "store", tmp_path / "outside"
+    outside.mkdir()
+    (top / ".own").mkdir(parents=True)
+    for place in ("blobs", ".own/cold"):
+        (top / place).symlink_to(outside)
+        make_folders(top / place / "a", top)
+    (top / ".own" / "arrivals").symlink_to(outside)
+    with pytest.raises(NotADirectoryError, match="arrivals"):
+        make_folders(top / ".own" / "arrivals" / "b", top)
+    assert [it.name for it in outside.iterdir()] == ["a"]

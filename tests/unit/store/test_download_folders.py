@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -174,3 +175,24 @@ def test_who_waits_for_a_folder_gets_its_files(store: LocalStore) -> None:
         second.result()
     assert {*seen} == {b"waiting for the process that downloads a", b"all"}
     assert not folder.exists()
+
+
+def test_a_link_in_place_of_a_folder_of_downloads_is_not_followed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with Downloads(store, is_quantized=False) as downloads:
+        folder = downloads.folder("hf://org/m", "commit")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "commit").symlink_to(elsewhere)
+    with Downloads(store, is_quantized=False) as downloads:
+        assert not (downloads.folder("hf://org/m", "commit") / "commit").exists()
+    shutil.rmtree(store.folder("downloads"), ignore_errors=True)
+    store.folder("downloads").symlink_to(elsewhere)
+    with (
+        Downloads(store, is_quantized=False) as downloads,
+        pytest.raises(StoreError, match="Not a directory"),
+    ):
+        downloads.folder("hf://org/m", "commit")
+    assert elsewhere.is_dir()
