@@ -24,6 +24,7 @@ from blobstore.core.files import (
     sync_folder,
     write_file,
 )
+from blobstore.core.untrusted_folder import Folder
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.scan import each_name, walk_files
@@ -61,11 +62,13 @@ class Published:
         """Link the manifest of a name, unless its link has that manifest, or the store cannot be written."""
         manifest, link = self._store.manifest_path(reference), self.path(reference)
         with contextlib.suppress(OSError, BlobstoreError):
+            make_folders(
+                link.parent, self._store.root, durable=False
+            )  # first: it finds links to elsewhere
             if is_there(link):
                 if self._is_of(link, manifest):
                     return
                 link.unlink()  # another program has replaced the manifest since
-            make_folders(link.parent, self._store.root, durable=False)
             try:
                 os.link(manifest, link, follow_symlinks=False)
             except OSError:  # a file system without hard links; or it is full
@@ -84,14 +87,21 @@ class Published:
     def remove(self, references: Iterable[Reference], *, durable: bool = True) -> None:
         """Remove the links of names, and folders that become empty. Raises OSError."""
         folders: dict[Path, None] = {}
-        for reference in references:
-            # A folder there is nothing of ours.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                self.path(reference).unlink()
-                folders[self.path(reference).parent] = None
-        for folder in folders if durable else ():
-            sync_folder(folder)
-        remove_empty(folders)
+        with contextlib.closing(Folder(self._store.root)) as root:
+
+            def act(path: Path, remove: Callable[..., None]) -> None:
+                below = path.relative_to(self._store.root)
+                root.at(str(below), lambda last, at: remove(last, dir_fd=at))
+
+            for reference in references:
+                path = self.path(reference)
+                # A folder there is nothing of ours, and neither is what a link leads to.
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    act(path, os.unlink)
+                    folders[path.parent] = None
+            for folder in folders if durable else ():
+                sync_folder(folder)
+            remove_empty(folders, lambda path: act(path, os.rmdir))
 
     def read_manifest(self, reference: Reference) -> bytes:
         """Return the manifest that a name was given. Raises OSError or BlobstoreError."""
@@ -224,9 +234,9 @@ def hex_digests_of(manifests: Mapping[Reference, bytes]) -> set[str]:
     return {blob.digest.hex for manifest in parsed for blob in manifest.blobs}
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
+def remove_empty(folders: Iterable[Path], remove: Callable[[Path], object] = Path.rmdir) -> None:
     """Remove folders of tags that are empty, and then those above them: of the model, the namespace and the host."""
     for folder in folders:
         with contextlib.suppress(OSError):  # the folder has other names
             for empty in (folder, *folder.parents[:2]):
-                empty.rmdir()
+                remove(empty)

@@ -339,3 +339,17 @@ def test_a_manifest_that_was_replaced_by_a_damaged_file_is_restored_from_its_lin
     assert verify_models(store=store).faults
     assert not repair_models(store=store).faults
     assert store.read_manifest(A) == data
+
+
+@pytest.mark.parametrize("place", [".", "registry.ollama.ai", "registry.ollama.ai/team"])
+def test_nothing_is_removed_or_written_through_a_link_in_place_of_a_folder(
+    store: LocalStore, tmp_path: Path, place: str
+) -> None:
+    inner, outside = store.folder("published") / place, tmp_path / "outside"
+    inner.rename(outside)
+    inner.symlink_to(outside)
+    there = {path: path.stat().st_ino for path in outside.rglob("*")}
+    remove_models([B], store=store)
+    copy_model(A, "team/new", store=store)
+    store.names.published.update(forget_lost=True)
+    assert {path: path.stat().st_ino for path in outside.rglob("*")} == there
