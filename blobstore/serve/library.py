@@ -214,7 +214,9 @@ class Library:
         Raises as :meth:`model`.
         """
         several = self._commits.having(repository, commit)
-        return [one for one in several if self.is_allowed(one.reference)]
+        allowed = (one for one in several if self.is_allowed(one.reference))
+        # What the upstream has given comes before what a peer has, whatever their tags are.
+        return sorted(allowed, key=lambda one: one.origin is not None and one.origin.is_of_peer)
 
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
         """Return a version that :meth:`at_commit` has found. Raises as :meth:`model`."""
