@@ -36,6 +36,7 @@ from blobstore.store.cold import LOOKS, ColdShelf
 from blobstore.store.cold_index import ColdIndex
 from blobstore.store.hot import ADVICE, HotShelf
 from blobstore.store.layout import why_refused
+from blobstore.store.scan import check_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -141,6 +142,7 @@ class BlobReader:
         if self._held is not None:
             self.check_root()
         try:
+            check_own(self.root)
             yield
         except OSError as error:
             self.check_root()

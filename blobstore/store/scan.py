@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ABSENT: Final = -1
 _BATCH = 64
+_MAY_BE_LINKS: Final = frozenset({"cold", "trust.toml"})
+"""Of ``.blobstore``: nothing there is removed or written because of its place alone."""
 _BLOB = re.compile(r"sha256-([0-9a-f]{64})", re.ASCII)
 
 
@@ -85,6 +87,27 @@ def folders_and_files(folder: str) -> tuple[list[str], list[str]]:
 def _check_absent(folder: str | Path, error: OSError) -> None:
     if not isinstance(error, FileNotFoundError) or os.path.islink(folder):  # noqa: PTH114 - may be a string
         raise StoreError(f"cannot list {quote(folder)}: {error.strerror}") from error
+
+
+def check_own(root: Path) -> None:
+    """Check that nothing of a store's own is a link, but for what may lie on another disk.
+
+    Another user of the store may have set it, or a stranger who gave the store as a folder. What is behind it is not
+    the store's.
+
+    Raises:
+        OSError: the folder cannot be listed.
+        StoreError: there is a link, or it is not known whether there is one.
+    """
+    own = root / ".blobstore"
+    names = os.listdir(own) if is_folder(own) else ()  # noqa: PTH208 - the names are enough
+    for place in (own, *(own / name for name in names if name not in _MAY_BE_LINKS)):
+        status = status_of(place)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            raise StoreError(
+                f"{quote(place)} is a link, which nothing of the store's own may be",
+                advice="remove it, or mount the other folder there",
+            )
 
 
 def walk_files(folder: str | Path, without: Collection[str] = ()) -> Iterator[os.DirEntry[str]]:

@@ -192,7 +192,7 @@ def test_a_link_in_place_of_a_folder_of_downloads_is_not_followed(
     store.folder("downloads").symlink_to(elsewhere)
     with (
         Downloads(store, is_quantized=False) as downloads,
-        pytest.raises(StoreError, match="Not a directory"),
+        pytest.raises(StoreError, match="is a link"),
     ):
         downloads.folder("hf://org/m", "commit")
     assert elsewhere.is_dir()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken
+from blobstore.errors import InvalidManifest, ModelNotFound, NameTaken, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.disk_usage import measure_usage
@@ -349,7 +350,9 @@ def test_nothing_is_removed_or_written_through_a_link_in_place_of_a_folder(
     inner.rename(outside)
     inner.symlink_to(outside)
     there = {path: path.stat().st_ino for path in outside.rglob("*")}
-    remove_models([B], store=store)
-    copy_model(A, "team/new", store=store)
+    with contextlib.suppress(StoreError):  # a link in place of all of it is refused at once
+        remove_models([B], store=store)
+    with contextlib.suppress(StoreError):
+        copy_model(A, "team/new", store=store)
     store.names.published.update(forget_lost=True)
     assert {path: path.stat().st_ino for path in outside.rglob("*")} == there

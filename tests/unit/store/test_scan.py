@@ -9,6 +9,10 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.core.interrupts import Stopped
 from blobstore.errors import StoreError
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.store.local import LocalStore
 from blobstore.store.scan import (
     digest_of,
     file_sizes,
@@ -17,6 +21,7 @@ from blobstore.store.scan import (
     scan_folder,
     walk_files,
 )
+from tests.support.models import add_blobs
 
 LISTINGS = [
     list_names,
@@ -71,6 +76,38 @@ def test_walking_finds_everything_but_folders_and_follows_no_links(tmp_path: Pat
     os.mkfifo(tmp_path / "in" / "pipe")
     found = [entry.path for entry in walk_files(tmp_path, {str(tmp_path / "out")})]
     assert found == [str(tmp_path / "in" / name) for name in ("deep/file", "link", "pipe")]
+
+
+@pytest.mark.parametrize("name", ["", "published", "lock", "history", "arrivals"])
+def test_a_store_with_a_link_in_place_of_its_own_is_not_written(
+    store: LocalStore, tmp_path: Path, name: str
+) -> None:
+    add_blobs(store, "team/m:v1", {"x": b"x"})
+    place, away = store.root / ".blobstore" / name, tmp_path / "away"
+    if place.exists():
+        place.rename(away)
+    place.symlink_to(away)
+    before = sorted(away.rglob("*"))
+    writes: list[Callable[[], object]] = [
+        lambda: collect_garbage(store=store, older_than=0, force=True),
+        lambda: remove_models("team/m:v1", store=store),
+        lambda: copy_model("team/m:v1", "team/n", store=store),
+        lambda: store.ingest().__enter__(),
+    ]
+    for write in writes:
+        with pytest.raises(StoreError, match=f"{place.name}' is a link"):
+            write()
+    assert sorted(away.rglob("*")) == before
+
+
+def test_links_that_lead_to_other_disks_are_allowed(store: LocalStore, tmp_path: Path) -> None:
+    add_blobs(store, "team/m:v1", {"x": b"x"})
+    freeze_models("team/m:v1", store=store)
+    for name in ("blobs", "cold"):
+        store.folder(name).rename(tmp_path / name)  # type: ignore[arg-type]
+        store.folder(name).symlink_to(tmp_path / name)  # type: ignore[arg-type]
+    remove_models("team/m:v1", store=store)
+    assert collect_garbage(store=store, older_than=0, force=True).refusal == ""
 
 
 def test_links_to_folders_are_folders(tmp_path: Path) -> None:

@@ -830,6 +830,6 @@ def test_nothing_is_removed_through_a_link_in_place_of_a_folder(
         monkeypatch.setattr(collect._Collection, "_remove", swapped)
     else:
         swap()
-    with pytest.raises(StoreError, match="Not a directory"):
+    with pytest.raises(StoreError, match="Not a directory|is a link"):
         collect_garbage(store=store, older_than=0)
     assert everything(LocalStore(outside)) == there
