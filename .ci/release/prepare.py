@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -53,10 +54,10 @@ def main(new: str) -> None:
         is_next = False
     if not is_next:
         sys.exit(f"{new!r} is no version that may follow {old}")
-    if re.search(
-        rf"^## {re.escape(new)} ", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
-    ):
-        sys.exit(f"CHANGELOG.md has {new} already")
+    notes, heading = ROOT / "CHANGELOG.md", re.compile(rf"^## {re.escape(new)} - .*", re.MULTILINE)
+    is_written = heading.search(notes.read_text("utf-8")) is not None
+    if is_written and any((ROOT / "changelog.d").glob("+*")):
+        sys.exit(f"CHANGELOG.md has {new} already; join the fragments to it, and remove them")
     status = subprocess.run(
         ["git", "status", "--porcelain"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
@@ -66,7 +67,11 @@ def main(new: str) -> None:
         path = ROOT / name
         text = changed(path.read_text(encoding="utf-8"), pattern, old, new)
         path.write_text(text, encoding="utf-8")
-    subprocess.run(["towncrier", "build", "--yes", "--version", new], cwd=ROOT, check=True)
+    if is_written:  # only the day of the release changes
+        dated = heading.sub(f"## {new} - {datetime.now(UTC):%Y-%m-%d}", notes.read_text("utf-8"))
+        notes.write_text(dated, encoding="utf-8")
+    else:
+        subprocess.run(["towncrier", "build", "--yes", "--version", new], cwd=ROOT, check=True)
     print(
         f"When the packages are built and tried:\n"
         f"  git commit -am 'Release {new}'\n"
