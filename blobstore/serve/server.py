@@ -31,6 +31,7 @@ from blobstore.serve.messages import PEER, FilePart, Request, Response, failure,
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.serve.store_sizes import StoreSizes
+from blobstore.serve.targets import logged_path
 from blobstore.serve.text_memory import TextMemory
 from blobstore.serve.unprepared import BodyNeeded, List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
@@ -417,7 +418,7 @@ class Server:
             client=raw.remote or "",
             token=self._identify(request),
             method=request.method,
-            path=request.target.partition("?")[0],
+            path=logged_path(request.target),
             status=exchange.status,
             bytes=exchange.sent,
             seconds=round(time.monotonic() - exchange.begun, 4),
@@ -429,7 +430,7 @@ class Server:
         self.metrics.damaged += 1
         self.metrics.damaged_blobs += _is_damage(error)
         text = "" if isinstance(error, BlobstoreError) else "a file cannot be read: "
-        self._log.note(error=f"{text}{error}", path=request.target.partition("?")[0])
+        self._log.note(error=f"{text}{error}", path=logged_path(request.target))
 
     async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
         """Call ``act`` repeatedly on a thread. A failure is logged, and does not end the calls."""

@@ -51,6 +51,12 @@ def split_host(target: str) -> tuple[str | None, str]:
     return host, rest if rest.startswith("/") else f"/{rest}"
 
 
+def logged_path(target: str) -> str:
+    """Return the path of a target of any form, without what may be a secret: the query, and a login before the host."""
+    path = target.partition("?")[0]
+    return path if path.startswith("/") else "/" + path.rpartition("://")[2].partition("/")[2]
+
+
 def parse_target(target: str) -> Target:
     """Return the parts of a target in origin form.
 

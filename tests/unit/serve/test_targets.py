@@ -8,7 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.serve.targets import MAX_FIELDS, InvalidTarget, parse_form, parse_target
+from blobstore.serve.targets import MAX_FIELDS, InvalidTarget, logged_path, parse_form, parse_target
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("/org/m?token=secret", "/org/m"),
+        ("http://user:secret@host/org/m?token=secret", "/org/m"),
+        ("HTTP://secret@host", "/"),
+        ("user:secret@host:80", "/"),
+        ("http:secret@host/org", "/org"),
+        ("/http://host/m", "/http://host/m"),
+        ("*", "/"),
+        ("", "/"),
+    ],
+)
+def test_the_log_has_no_secret_of_a_target(target: str, path: str) -> None:
+    assert logged_path(target) == path
 
 
 def test_segments_and_query_are_decoded_apart() -> None:
