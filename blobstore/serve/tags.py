@@ -330,9 +330,13 @@ class Tags:
     def _search(self, repository: Reference, digest: Digest, seen: Seen, _: int) -> None:
         manifests = self._manifests.get(self._path(repository), _Manifests())
         having = _having(manifests, digest)
-        several = prepared(lambda: seen([*having]))
+        tags = [one.tag for one in having]
+        several = set(prepared(lambda: seen(tags)))
         # Names of one manifest have the same.
-        found = list({having[tag]: tag for tag in several}.values())
+        kept = {(one.key, one.ending): one for one in having if one.tag in several}
+        found = [
+            Reference(*it.tag.parts[:_REPOSITORY], it.tag.tag + it.ending) for it in kept.values()
+        ]
         if found or not self._describe_some(manifests, seen):
             bounded(manifests.found, _MAX_SEARCHES)[digest, seen] = found
             self._write_note(manifests, least=MANY)
@@ -385,14 +389,22 @@ def _made_of(one: _Known, digests: Iterable[Digest], signed: int) -> MadeDigests
     return MadeDigests(signed, made)
 
 
-def _having(manifests: _Manifests, digest: Digest) -> dict[Reference, tuple[Digest, str]]:
-    """Return the tags that seem to have a digest, with the manifest of each and what its tag ends with besides."""
-    number, found = number_of(digest), {}
+class _Having(NamedTuple):
+    """A tag that seems to have a digest: itself, or a name that its own and ``ending`` make."""
+
+    tag: Reference
+    key: Digest
+    """Of its manifest."""
+    ending: str = ""
+
+
+def _having(manifests: _Manifests, digest: Digest) -> list[_Having]:
+    number, found = number_of(digest), []
     for tag, one in list(manifests.known.items()):
         if _has(one.blobs, number) or (one.made and _has(one.made.numbers, number)):
-            found[tag] = one.key, ""
+            found.append(_Having(tag, one.key))
         if one.ending and _has(one.derived, number):
-            found[Reference(*tag.parts[:_REPOSITORY], tag.tag + one.ending)] = one.key, one.ending
+            found.append(_Having(tag, one.key, one.ending))
     return found
 
 

@@ -40,7 +40,7 @@ ARGUMENTS: dict[Callable[..., Any], tuple[Any, ...]] = {
     create: ("@source", "new"),
     open_model: ("model",),
     describe_model: ("model",),
-    list_models: (),
+    list_models: (["model"],),
     verify_models: (["model"],),
     repair_models: (["model"], "@source"),
     measure_usage: (["model"],),
