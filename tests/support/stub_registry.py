@@ -21,7 +21,7 @@ _PATH = re.compile(
     r"/v2/(?P<repository>.+?)/(?P<kind>manifests|blobs|tags|referrers)/(?P<reference>[^/?]+)"
 )
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
-_PIECE = 16 * 2**10
+PIECE = 16 * 2**10
 
 
 class StubRegistry(HttpServer):
@@ -147,8 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        for offset in range(begin, end, _PIECE):
-            piece = self.registry.alter(digest, offset, data[offset : min(offset + _PIECE, end)])
+        for offset in range(begin, end, PIECE):
+            piece = self.registry.alter(digest, offset, data[offset : min(offset + PIECE, end)])
             time.sleep(self.registry.pause)
             # Counted first: the client may look at the number as soon as it has the bytes.
             if not self._count(digest, len(piece)):
