@@ -129,6 +129,10 @@ def assert_as_transformers_computes(
     found: Any, folder: Path, model_class: Any = transformers.AutoModelForCausalLM
 ) -> None:
     model: Any = model_class.from_pretrained(folder)
+    if isinstance(model, transformers.Llama4ForConditionalGeneration):
+        model = (
+            model.language_model
+        )  # around it, transformers 5.24 looks for pictures that a text does not have
     with torch.no_grad():
         expected = model(torch.arange(1, 33)[None]).logits
     torch.testing.assert_close(torch.tensor(logits(found).tolist()), expected, rtol=0, atol=2e-4)

@@ -99,7 +99,7 @@ def test_other_formats_are_intact_and_can_be_stored(
             assert name in Found(path, keep=(keep,)).files
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_program_of_torchscript_is_stored_under_its_exact_name(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "model.pt")
     with pytest.raises(UnsupportedSource, match=r"TorchScript.*, or store .* --keep model.pt$"):
