@@ -281,7 +281,7 @@ def _client() -> HubClient:
 
 
 def _token() -> str:
-    """Return the user's token; empty if there is none. The library's functions for that send requests of their own."""
+    """Return the user's token, or an empty text. The library's functions for that send requests of their own."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:

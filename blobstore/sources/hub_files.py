@@ -7,6 +7,7 @@ of the commit alone, whose digests are checked, and the layout is that of the li
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def fetch(
     def read(begin: int) -> Generator[bytes, None, None]:
         return client.pieces(repository, commit, file.name, begin, file.size)
 
-    with open(open_to_append(part), "ab") as stream:  # noqa: PTH123 - a descriptor
+    with os.fdopen(open_to_append(part), "ab") as stream:
         if (count := stream.tell()) > file.size:
             count = stream.truncate(0)
         pool.report(count, what)

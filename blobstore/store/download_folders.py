@@ -137,7 +137,7 @@ def _locked(
         descriptor = _lock(store, folder, source, progress)
         for entry in walk_files(folder):
             if is_folder(entry.path):  # a link of a stranger: ours lead to files
-                os.unlink(entry.path)  # noqa: PTH108 - a string
+                folder.joinpath(entry.path).unlink()
     try:
         try:
             yield

@@ -79,7 +79,7 @@ def named_models(reader: ManifestResolver, names: Names) -> tuple[Reference, ...
 
 
 def _matching(reader: ManifestResolver, glob: str) -> list[Reference]:
-    """Return the models that a glob matches. Raises ModelNotFound if there are none."""
+    """Return the models that a glob matches. Raises ModelNotFound if it matches nothing."""
     if matches := [name for name in reader.references() if name_matches(name, glob)]:
         return matches
     raise ModelNotFound(f"no model matches {quote(glob)}")

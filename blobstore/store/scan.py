@@ -100,8 +100,8 @@ def check_own(root: Path) -> None:
         StoreError: there is a link, or it is not known whether there is one.
     """
     own = root / ".blobstore"
-    names = os.listdir(own) if is_folder(own) else ()  # noqa: PTH208 - the names are enough
-    for place in (own, *(own / name for name in names if name not in _MAY_BE_LINKS)):
+    inside = own.iterdir() if is_folder(own) else ()
+    for place in (own, *(one for one in inside if one.name not in _MAY_BE_LINKS)):
         status = status_of(place)
         if status is not None and stat.S_ISLNK(status.st_mode):
             raise StoreError(

@@ -109,7 +109,7 @@ def list_models(
     )
     models = tuple(chosen.models)
     for name in names - {model.reference for model in models}:
-        store.read_manifest(name)  # there is none
+        store.read_manifest(name)  # raises ModelNotFound
     return models
 
 

@@ -103,9 +103,9 @@ def test_a_store_with_a_link_in_place_of_its_own_is_not_written(
 def test_links_that_lead_to_other_disks_are_allowed(store: LocalStore, tmp_path: Path) -> None:
     add_blobs(store, "team/m:v1", {"x": b"x"})
     freeze_models("team/m:v1", store=store)
-    for name in ("blobs", "cold"):
-        store.folder(name).rename(tmp_path / name)  # type: ignore[arg-type]
-        store.folder(name).symlink_to(tmp_path / name)  # type: ignore[arg-type]
+    for place in (store.folder("blobs"), store.folder("cold")):
+        place.rename(tmp_path / place.name)
+        place.symlink_to(tmp_path / place.name)
     remove_models("team/m:v1", store=store)
     assert collect_garbage(store=store, older_than=0, force=True).refusal == ""
 
