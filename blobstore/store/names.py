@@ -189,8 +189,8 @@ class Names:
         repository = reference.parts[:3]
         if self._spellings.has_tags(repository):  # then only the tag can differ
             found = [one for one in self._spellings.of(reference.parts) if one[:3] == repository]
-        else:
-            others = self._spellings.of(repository)
+        else:  # another thread may give the first tag just now
+            others = [one for one in self._spellings.of(repository) if one != repository]
             found = [(*one, tag) for one in others if (tag := self._spellings.first_tag(one))]
         if found and reference.parts not in found:
             host, namespace, model, other_tag = found[0]  # a tag that no name has may lie there

@@ -22,6 +22,7 @@ from blobstore.store.names import (
     NewSignature,
     replace_any,
 )
+from blobstore.store.spellings import Spellings
 from tests.support import frozen
 
 NAME = Reference.parse("m")
@@ -155,6 +156,14 @@ def test_a_repository_has_one_spelling_and_so_has_a_tag_in_it(store: LocalStore,
     with pytest.raises(NameConflict, match="differs only in case from the existing '"):
         frozen.put(store, name, {"own": 3})
     frozen.put(store, "org/m:v", {"own": 3})
+
+
+def test_the_first_tag_that_comes_during_the_check_is_in_nobodys_way(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen.put(store, "org/m:v", {"own": 1})
+    monkeypatch.setattr(Spellings, "has_tags", lambda *_: False)  # what it was a moment before
+    store.names.check_name("org/m:w")
 
 
 def test_a_folder_without_names_is_in_nobodys_way(store: LocalStore) -> None:
