@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.files import FileVersion, open_own, read_exactly
@@ -37,6 +38,8 @@ class Spellings:
         self._journal = journal
         self._read = 0, 0
         """The inode of the journal, and the bytes of it that were read."""
+        self._lock = threading.Lock()
+        """Of what is known, which threads ask for outside the lock of the store."""
 
     def of(self, parts: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of hosts, namespaces, models or tags that differ from this one in case at most, sorted.
@@ -64,13 +67,14 @@ class Spellings:
     def note(self, parts: Sequence[str]) -> None:
         """Note that this process has just given a name, after :meth:`of` and under the same lock."""
         lines = []
-        for level, part in enumerate(parts):
-            folder = "/".join(parts[:level])
-            if (known := self._known.get(folder)) is not None:
-                version = self._version(folder)
-                self._add(folder, part, version)
-                if version != known[0]:
-                    lines.append(json.dumps([folder, part, known[0], version]) + "\n")
+        with self._lock:
+            for level, part in enumerate(parts):
+                folder = "/".join(parts[:level])
+                if (known := self._known.get(folder)) is not None:
+                    version = self._version(folder)
+                    self._add(folder, part, version)
+                    if version != known[0]:
+                        lines.append(json.dumps([folder, part, known[0], version]) + "\n")
         with contextlib.suppress(OSError):  # a cache
             self._append("".join(lines).encode())
 
@@ -112,7 +116,10 @@ class Spellings:
         return FileVersion.of(f"{self._manifests}/{folder}")
 
     def _listed(self, parents: Sequence[str]) -> _Listed:
-        folder = "/".join(parents)
+        with self._lock:
+            return self._list("/".join(parents))
+
+    def _list(self, folder: str) -> _Listed:
         try:
             # Before the folder is listed: a change in between makes another version.
             version = self._version(folder)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,27 @@ def test_keeps_a_bounded_number_of_folders(folder: Path) -> None:
         add(folder, "tag", f"host/org/model{number}")
         assert found.has_tags(("host", "org", f"model{number}"))
     assert len(found._known) <= spellings._MAX_FOLDERS
+
+
+def test_several_threads_may_ask_and_note_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spellings, "_MAX_FOLDERS", 2)  # so that each forgets what others know
+    found = spellings_of(folder)
+
+    def given(number: int) -> None:
+        parts = "host", "org", "model", f"tag{number}"
+        assert found.of(parts[:3]) == [parts[:3]]
+        add(folder, parts[3])
+        found.note(parts)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(given, range(400)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_names_that_other_processes_give_are_not_listed(folder: Path, listed: list[str]) -> None:
