@@ -28,7 +28,7 @@ def is_settled(version: FileVersion, margin: int = MARGIN_NS) -> bool:
 
 
 class Listings:
-    """The names in folders that have only files, by path."""
+    """The names in folders that have only files or only folders, by path. A slash follows those of folders."""
 
     def __init__(self, versions: Buffer = b"", names: Buffer = b"") -> None:
         """Take the tables that :meth:`tables` returned."""
@@ -48,10 +48,11 @@ class Listings:
         known = self._known.get(folder)
         if known is not None and known[0] == key:
             self._seen[folder] = known
-            return [], known[1].split("/")
+            names = known[1].split("/")
+            return ([], names) if names[-1] else (names[:-1], [])
         folders, files = folders_and_files(folder)
-        if version is not None and files and not folders and is_settled(version):
-            self._known[folder] = self._seen[folder] = key, "/".join(files)
+        if version is not None and bool(files) != bool(folders) and is_settled(version):
+            self._known[folder] = self._seen[folder] = key, "/".join(files or (*folders, ""))
             self.is_new = True
         return folders, files
 

@@ -23,7 +23,6 @@ from blobstore.manifests.reference import (
     DEFAULT_HOST,
     DEFAULT_TAG,
     Reference,
-    natural_order,
     similar_names,
 )
 from blobstore.store.blobs import BlobReader
@@ -203,8 +202,7 @@ class ManifestReader(BlobReader):
 
     def tags(self, repository: Reference) -> Iterator[Reference]:
         """Yield the names of a repository, sorted. Raises StoreError."""
-        files = folders_and_files(str(self.manifest_path(repository).parent))[1]
-        for tag in sorted(files, key=natural_order):
+        for tag in folders_and_files(str(self.manifest_path(repository).parent))[1]:
             with contextlib.suppress(InvalidReference):  # a file of something else
                 yield Reference(*repository.parts[:-1], tag)
 
@@ -224,10 +222,7 @@ class ManifestReader(BlobReader):
 
         def inside(folder: str) -> tuple[list[str], list[str]]:
             try:
-                folders, files = list_one(folder)
-                if len(files) > 1:  # most often, there is one
-                    files = sorted(files, key=natural_order)
-                return sorted(folders, key=natural_order), files
+                return list_one(folder)
             except StoreError as error:
                 if on_error is None:
                     raise

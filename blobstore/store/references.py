@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
 
-_MAGIC: Final = f"references 6 {sys.byteorder} ".encode()
+_MAGIC: Final = f"references 7 {sys.byteorder} ".encode()
 _COUNTS: Final = struct.Struct("=5Q")
 _RECORD: Final = struct.Struct("=40x32s8sQII??")
 """After the version of the file."""

@@ -19,6 +19,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import status_of
 from blobstore.errors import StoreError
+from blobstore.manifests.reference import natural_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Iterator
@@ -62,7 +63,7 @@ def scan_folder(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def folders_and_files(folder: str) -> tuple[list[str], list[str]]:
-    """Return the names of the folders in a folder, also behind links, and those of all else, each sorted.
+    """Return the names of the folders in a folder, also behind links, and those of all else, each in their natural order.
 
     Raises as :func:`list_names`.
     """
@@ -79,8 +80,8 @@ def folders_and_files(folder: str) -> tuple[list[str], list[str]]:
                 (folders if is_inside else files).append(entry.name)
     except OSError as error:
         _check_absent(folder, error)
-    folders.sort()
-    files.sort()
+    folders.sort(key=natural_order)
+    files.sort(key=natural_order)
     return folders, files
 
 

@@ -63,6 +63,21 @@ def test_a_folder_is_listed_once_until_it_changes(
     assert listed(again, tmp_path, monkeypatch) == [name for name in first if name != "a"]
 
 
+def test_folders_in_a_folder_are_listed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step10", "step9"):
+        (tmp_path / name).mkdir()
+    known = Listings()
+    assert listed(known, tmp_path, monkeypatch) == []
+    again = reread(known)
+    assert listed(again, tmp_path, monkeypatch) is None
+    assert again.folders_and_files(str(tmp_path)) == (["step9", "step10"], [])
+    (tmp_path / "step9").rmdir()
+    change_time(tmp_path)
+    assert again.folders_and_files(str(tmp_path)) == (["step10"], [])
+
+
 @pytest.mark.parametrize("kind", ["folder", "link", "empty", "young", "absent"])
 def test_other_folders_are_listed_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -113,7 +128,7 @@ def test_tables_of_a_wrong_file_hide_nothing(tmp_path: Path, tables: tuple[bytes
     assert Listings(*tables).folders_and_files(str(tmp_path)) == ([], ["file"])
 
 
-@pytest.mark.parametrize("names", ["other", "", "../../../../blobs", "."])
+@pytest.mark.parametrize("names", ["other", "", "../../../../blobs", ".", "/", "../../"])
 def test_gc_keeps_models_that_listings_hide(tmp_path: Path, names: str) -> None:
     store = LocalStore(tmp_path / "store")
     for name in ("a", "b"):
