@@ -23,6 +23,8 @@ class Capacity(NamedTuple):
     when_full: Literal["refused", "queued", "yields"]
     """Refused at once; or waits for its turn; or another one is ended for it, which did nothing for the longest time."""
     what: str
+    at_once: int = 0
+    """How many threads compute at once, and the others wait for their turn; 0 for all."""
 
     def executor(self) -> ThreadPoolExecutor:
         """Return a pool of this many threads, which begin when there is work."""
@@ -36,10 +38,10 @@ JOBS: Final = Capacity(1000, "refused", "jobs of a kind of work that are begun o
 ANSWER: Final = Capacity(8, "queued", "answers that take their time")
 SEND: Final = Capacity(8, "queued", "sends: reads of files")
 DECODE: Final = Capacity(os.cpu_count() or 1, "queued", "decoding of pieces of frozen blobs")
-VERIFY: Final = Capacity(4, "queued", "verifications of blobs before they are sent")
+VERIFY: Final = Capacity(64, "queued", "verifications of blobs before they are sent", at_once=4)
 PREPARE: Final = Capacity(4, "queued", "preparations of models of the store")
 HASH: Final = Capacity(
-    2, "queued", "hashes of all bytes of large files, so that others do not wait for terabytes"
+    16, "queued", "hashes of all bytes of a model, each of which has some memory", at_once=2
 )
 ARRIVALS: Final = Capacity(32, "refused", "arrivals: models that an upstream sends at once")
 PATIENT: Final = Capacity(

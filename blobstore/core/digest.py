@@ -97,6 +97,7 @@ class Digester:
     def update(self, data: Buffer) -> None:
         """Add the next bytes; large buffers are hashed without the GIL."""
         interrupts.check()
+        interrupts.take_turns()
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 

@@ -75,6 +75,7 @@ class _Thread(threading.local):
     deferred = 0
     """The number of blocks of :func:`deferred` that it is in."""
     look: Callable[[], object] | None = None
+    turn: Callable[[], object] | None = None
     """See :func:`looking`."""
 
 
@@ -186,14 +187,32 @@ def obey() -> None:
     _thread.obeys = True
 
 
+def take_turns() -> None:
+    """Let other work go on first. Call this where many bytes are read, and nothing is held that others wait for."""
+    if _thread.turn is not None:
+        _thread.turn()
+
+
 @contextlib.contextmanager
-def looking(look: Callable[[], object]) -> Iterator[None]:
-    """Let :func:`check` call ``look`` on this thread, too, until the block ends. It raises Unwanted to end the work."""
-    _thread.look = look
+def looking(look: Callable[[], object], turn: Callable[[], object]) -> Iterator[None]:
+    """Let :func:`check` call ``look`` on this thread, too, and :func:`take_turns` ``turn``, until the block ends.
+
+    ``look`` raises Unwanted to end the work, and ``turn`` returns when it may go on.
+    """
+    _look_as(look, turn)
     try:
         yield
     finally:
-        _thread.look = None
+        _look_as(None, None)
+
+
+def inherited() -> tuple[Callable[..., None], tuple[object, ...]]:
+    """Return a function, and its arguments, that lets another thread look and take turns as this one does."""
+    return _look_as, (_thread.look, _thread.turn)
+
+
+def _look_as(look: Callable[[], object] | None, turn: Callable[[], object] | None) -> None:
+    _thread.look, _thread.turn = look, turn
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class WorkerPool:
         """
         if self.stopping.is_set():
             raise Cancelled("stopped")
+        interrupts.take_turns()
         self._meter.add(count, what)
 
     def run(
@@ -116,7 +117,9 @@ class WorkerPool:
         It is raised before the other jobs are waited for, so that a request to stop that comes then is
         known to be later.
         """
-        executor = self._executor or ThreadPoolExecutor(self._jobs, thread_name_prefix="blobstore")
+        executor = self._executor or ThreadPoolExecutor(
+            self._jobs, "blobstore", *interrupts.inherited()
+        )
         futures: list[Future[Result]] = []
         is_success = False
         try:

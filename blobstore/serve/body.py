@@ -20,7 +20,6 @@ from blobstore.serve.blob_reader import OpenBlob, read_ahead
 from blobstore.serve.decoded_pieces import DecodedPieces
 from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.serve.shared_work import Busy, SharedWork
-from blobstore.serve.unprepared import LARGE
 from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class BodySender:
         self._reads = SharedWork(capacity.SEND)
         # More threads than processors would only take turns with each other's caches and locks.
         self._decodes = SharedWork(capacity.DECODE)
-        self._verifications, self._large = SharedWork(capacity.VERIFY), SharedWork(capacity.HASH)
+        self._verifications = SharedWork(capacity.VERIFY)
         self._pieces = DecodedPieces()
 
     def close(self) -> None:
@@ -68,7 +67,6 @@ class BodySender:
         self._reads.close()
         self._decodes.close()
         self._verifications.close()
-        self._large.close()
 
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
@@ -113,7 +111,7 @@ class BodySender:
                 is_of_client = isinstance(error, ConnectionError | TimeoutError)
                 if not is_of_client and not transport.is_closing():
                     key = type(part), *part[:2]
-                    await self._verifying(part).result(key, self._blobs.verify_again, part)
+                    await self._verifications.result(key, self._blobs.verify_again, part)
                 raise
             finally:
                 blob.close()
@@ -140,10 +138,7 @@ class BodySender:
     def _verification(self, part: BlobPart) -> AbstractContextManager[asyncio.Future[object]]:
         """Yield the check of a blob, which all responses share."""
         blob = part.digest, part.size
-        return self._verifying(part).joined(blob, self._blobs.verify, *blob)
-
-    def _verifying(self, part: BlobPart | StoredPart) -> SharedWork:
-        return self._verifications if part.size <= LARGE else self._large
+        return self._verifications.joined(blob, self._blobs.verify, *blob)
 
     @contextlib.contextmanager
     def _verified_ahead(self, parts: Sequence[Part], number: int) -> Iterator[None]:

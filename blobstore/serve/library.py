@@ -33,7 +33,7 @@ from blobstore.serve.ownership import Ownership, Ownerships
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
 from blobstore.serve.tags import Tags
-from blobstore.serve.unprepared import LARGE, NotHashed, NotPrepared, prepared
+from blobstore.serve.unprepared import NotHashed, NotPrepared, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -248,7 +248,7 @@ class Library:
         if reference != tag:
             found = self._artifacts.get((tag, version))
             if found is None or not self._protection.touch(found.model):
-                raise NotHashed(self._make_image, tag, reference, version, size=LARGE + 1)
+                raise NotHashed(self._make_image, tag, reference, version)
             return found
         known, found = self._names.get(reference), None
         if known and known[0] == version:
@@ -286,9 +286,7 @@ class Library:
             NotPrepared: blobs of the store were frozen or thawed since it was asked for.
         """
         if artifact.layers and artifact.cold_version != cold_version(self.store):
-            raise NotHashed(
-                self._list_cold, artifact, size=sum(one.size for one in artifact.layers.values())
-            )
+            raise NotHashed(self._list_cold, artifact)
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only, or else this one.
@@ -398,7 +396,7 @@ class Library:
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
-            raise NotHashed(self._hash, model, size=sum(one.size for one in model.files.values()))
+            raise NotHashed(self._hash, model)
         return model
 
     def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:

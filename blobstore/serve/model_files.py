@@ -40,6 +40,8 @@ _GGUF_NAMES = {
 }
 _LAYOUT = "served files 1"
 """Changes with the bytes that a model is served as: commits and notes have it."""
+_FILES = 2
+"""Files that are hashed at once, each of which takes 20 MiB and two threads."""
 _NOTE = NoteKind(_LAYOUT, ".files")
 
 
@@ -85,7 +87,7 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
         return {}
     if (known := parsed(store.read_note(_NOTE, key), _noted)) is not None:
         return known
-    found = folder_digests(store, manifest, "export")
+    found = folder_digests(store, manifest, "export", _FILES)
     if found.hashed:
         value = {name: str(digest) for name, digest in found.files.items()}
         store.write_note(_NOTE, key, strict_json.dumps(value).encode())

@@ -2,16 +2,21 @@
 
 Work that no request waits for any more is not begun, and gives way if it has begun and other work waits for a thread.
 Otherwise it goes on: a client that asks again after status 503 finds it done.
+
+Work that reads many bytes takes turns. Who has had the fewest is next, so that what is small never waits for terabytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from blobstore.core import interrupts
 from blobstore.core.capacity import JOBS
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.capacity import Capacity
 
-
+_TURN_SECONDS: Final = 0.25
 Result = TypeVar("Result")
 
 
@@ -35,6 +40,10 @@ class _Job:
     key: Hashable
     work: Callable[[], Any]
     waiting: int = 0
+    turns: int = 0
+    turn_begun: float = 0.0
+    turning: threading.Lock = field(default_factory=threading.Lock)
+    """Held by a thread of the job that waits for the next turn, for which the others wait, too."""
     thread: Future[Any] = field(init=False)
     result: asyncio.Future[Any] = field(init=False)
 
@@ -50,8 +59,8 @@ class SharedWork:
         Without ``joins_begun``, work that is running is not shared, so no result is older than its request.
         """
         self._joins_begun = joins_begun
-        self._executor, self._threads = capacity.executor(), capacity.most
-        self._most = most
+        self._executor, self._threads = capacity.executor(), capacity.at_once or capacity.most
+        self._most, self._turns = most, _Turns(self._threads)
         self._jobs: dict[Hashable, _Job] = {}
         self._lock = threading.Lock()
         """Held for moments while it is decided who waits for which job."""
@@ -102,16 +111,33 @@ class SharedWork:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, job: _Job) -> Any:
-        with interrupts.looking(partial(self._give_way, job)):
-            return job.work()
+        look = partial(self._give_way, job, self._threads)
+        self._begin_turn(job)
+        try:
+            self._give_way(job, 0)  # if all have left while it waited for its first turn
+            with interrupts.looking(look, partial(self._take_turns, job)):
+                return job.work()
+        finally:
+            self._turns.end()
 
-    def _give_way(self, job: _Job) -> None:
-        """End a job for which nobody waits, if another one waits for its thread. Called on this thread."""
+    def _begin_turn(self, job: _Job) -> None:
+        self._turns.begin(job.turns)
+        job.turns, job.turn_begun = job.turns + 1, time.monotonic()
+
+    def _take_turns(self, job: _Job) -> None:
+        """Let others go on, if this job has had its turn. Called on its threads."""
+        with job.turning:
+            if self._turns.is_wanted and time.monotonic() - job.turn_begun >= _TURN_SECONDS:
+                self._turns.end()
+                self._begin_turn(job)
+
+    def _give_way(self, job: _Job, most: int) -> None:
+        """End a job for which nobody waits, if there are more than ``most`` jobs. Called on its threads."""
         # Each check comes here, so the lock is taken only if the answer seems to be yes.
-        if job.waiting or len(self._jobs) <= self._threads:
+        if job.waiting or len(self._jobs) <= most:
             return
         with self._lock:
-            if job.waiting or len(self._jobs) <= self._threads:
+            if job.waiting or len(self._jobs) <= most:
                 return
             self._remove(job)  # who comes now begins it again
         raise interrupts.Unwanted
@@ -126,3 +152,35 @@ class SharedWork:
         # Another job may have the key by now: one that is running is not always shared.
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
+
+
+class _Turns:
+    """Lets some threads compute at once, and others after them: those first that have had the fewest turns."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free, self._lock = at_once, threading.Lock()
+        self._waiting: list[tuple[int, int, threading.Event]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits for a turn."""
+        return bool(self._waiting)
+
+    def begin(self, had: int) -> None:
+        """Wait for a turn, for a thread that has ``had`` so many."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            mine = threading.Event()
+            heappush(self._waiting, (had, next(self._numbers), mine))
+        mine.wait()
+
+    def end(self) -> None:
+        """Give a turn to the next thread."""
+        with self._lock:
+            if self._waiting:
+                heappop(self._waiting)[-1].set()
+            else:
+                self._free += 1

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-LARGE: Final = 64 << 20
-"""Bytes whose check takes longer than others should wait."""
 Result = TypeVar("Result")
 
 
@@ -42,11 +40,9 @@ class NotPrepared(Exception):
 
 
 class NotHashed(NotPrepared):
-    """All bytes of a model have to be read first. If there are many, other models do not wait for that."""
+    """All bytes of a model have to be read first. Other models do not wait for that."""
 
-    def __init__(self, prepare: Callable[..., object], *key: object, size: int) -> None:
-        super().__init__(prepare, *key)
-        self.threads = capacity.PREPARE if size <= LARGE else capacity.HASH
+    threads = capacity.HASH
 
 
 class UnknownSource(NotPrepared):

@@ -20,7 +20,6 @@ from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import library as served
-from blobstore.serve import unprepared
 from blobstore.serve.library import MAX_MODELS, Library
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.serve.unprepared import NotPrepared, prepared
@@ -201,17 +200,14 @@ def test_the_image_of_a_model_does_not_depend_on_a_tag_that_the_client_may_not_s
     assert prepared(lambda: few.artifact(image)) is not None
 
 
-def test_what_reads_all_bytes_of_a_large_model_has_threads_of_its_own(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for large, row in ((unprepared.LARGE, capacity.PREPARE), (0, capacity.HASH)):
-        monkeypatch.setattr(unprepared, "LARGE", large)
-        again = Library(library.store)
-        model = prepared(partial(again.model, MODEL))
-        assert model is not None
-        with pytest.raises(NotPrepared) as first:
-            again.model(MODEL, with_digests=True)
-        assert first.value.threads is row
+def test_what_reads_all_bytes_of_a_model_has_threads_that_take_turns(library: Library) -> None:
+    assert prepared(partial(library.model, MODEL)) is not None
+    with pytest.raises(NotPrepared) as digests:
+        library.model(MODEL, with_digests=True)
+    with pytest.raises(NotPrepared) as image:
+        library.artifact(Reference.parse(f"{MODEL}.image"))
+    assert digests.value.threads is image.value.threads is capacity.HASH
+    assert 0 < capacity.HASH.at_once < capacity.HASH.most
 
 
 def test_wrong_bytes_of_a_repository_say_nothing_of_another(library: Library) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from blobstore.core import capacity, interrupts
 from blobstore.core.capacity import Capacity
+from blobstore.core.workers import WorkerPool
+from blobstore.serve import shared_work
 from blobstore.serve.shared_work import Busy, SharedWork
 
 ROWS = (
@@ -71,7 +73,8 @@ def test_work_is_not_begun_for_clients_that_have_left(name: str, more: int) -> N
 
     async def test() -> None:
         work, go_on, done = SharedWork(row), threading.Event(), list[int]()
-        all_run = threading.Barrier(row.most + 1)
+        busy = row.at_once or row.most
+        all_run = threading.Barrier(busy + 1)
 
         def job(number: int) -> int:
             all_run.wait(SECONDS)
@@ -86,12 +89,13 @@ def test_work_is_not_begun_for_clients_that_have_left(name: str, more: int) -> N
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        # Those that have a thread and wait for their first turn are ended then.
         assert all(work.has(one) == (one < row.most) for one in numbers)
         go_on.set()
         assert await work.call(lambda: 7) == 7  # the threads serve others
         while any(map(work.has, numbers)):  # noqa: ASYNC110 - nothing else reports it
             await asyncio.sleep(0)
-        assert sorted(done) == list(range(row.most))
+        assert sorted(done) == list(range(busy))
         work.close()
 
     run(test())
@@ -104,7 +108,8 @@ def test_work_that_nobody_waits_for_any_more_gives_way(name: str, more: int) -> 
 
     async def test() -> None:
         work, stop = SharedWork(row), threading.Event()
-        all_run = threading.Barrier(row.most + 1)
+        busy = row.at_once or row.most
+        all_run = threading.Barrier(busy + 1)
 
         def long(number: int) -> int:
             all_run.wait(SECONDS)
@@ -112,7 +117,7 @@ def test_work_that_nobody_waits_for_any_more_gives_way(name: str, more: int) -> 
                 interrupts.check()
             return number
 
-        numbers = range(row.most)
+        numbers = range(busy)
         tasks = [asyncio.create_task(work.result(one, long, one)) for one in numbers]
         await asyncio.to_thread(all_run.wait, SECONDS)
         others = [asyncio.create_task(work.call(int)) for _ in range(more)]
@@ -123,10 +128,78 @@ def test_work_that_nobody_waits_for_any_more_gives_way(name: str, more: int) -> 
         assert await asyncio.gather(*others) == [0] * more
         if len(tasks) > 1:
             assert work.has(0), "it is waited for"
-            assert more > 1 or sum(map(work.has, numbers)) == row.most - 1
+            assert more > 1 or sum(map(work.has, numbers)) == busy - 1
         stop.set()
         await asyncio.wait(tasks)
         assert tasks[0].cancelled() or await tasks[0] == 0
+        work.close()
+
+    run(test())
+
+
+TURNS = Capacity(4, "queued", "tests", at_once=1)
+
+
+@pytest.mark.parametrize("is_pool", [False, True])
+def test_work_that_takes_turns_lets_all_others_go_first(
+    monkeypatch: pytest.MonkeyPatch, is_pool: bool
+) -> None:
+    monkeypatch.setattr(shared_work, "_TURN_SECONDS", 0.0)
+
+    async def test() -> None:
+        work, stop = SharedWork(TURNS), threading.Event()
+
+        def long(_: int) -> None:
+            while not stop.wait(0.001):
+                interrupts.take_turns()
+
+        def long_in_threads(_: int) -> None:
+            pool = WorkerPool(2, None, 0)
+
+            def read(_: int) -> None:
+                while not stop.wait(0.001):
+                    pool.report(1, "")
+
+            pool.run(range(2), read)
+
+        job = long_in_threads if is_pool else long
+        tasks = [asyncio.create_task(work.result(one, job, one)) for one in range(3)]
+        await begun(tasks)
+        for number in range(3):
+            assert await work.call(int, number) == number
+        assert not any(task.done() for task in tasks)
+        stop.set()
+        await asyncio.gather(*tasks)
+        assert await work.call(int) == 0, "no turn is lost"
+        work.close()
+
+    run(test())
+
+
+def test_work_that_has_had_the_fewest_turns_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_work, "_TURN_SECONDS", 0.0)
+
+    async def test() -> None:
+        work, done = SharedWork(TURNS), list[str]()
+        is_begun, go_on = threading.Event(), threading.Event()
+
+        def job(name: str, pieces: int) -> None:
+            is_begun.set()
+            assert go_on.wait(SECONDS)
+            for _ in range(pieces):
+                interrupts.take_turns()
+            done.append(name)
+
+        tasks = [asyncio.create_task(work.result("long", job, "long", 9))]
+        assert await asyncio.to_thread(is_begun.wait, SECONDS)
+        for name, pieces in (("medium", 4), ("short", 1), ("none", 0)):
+            tasks.append(asyncio.create_task(work.result(name, job, name, pieces)))
+            await asyncio.sleep(0)
+        while len(work._turns._waiting) < 3:  # noqa: ASYNC110 - nothing else reports it
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert done == ["none", "short", "medium", "long"]
         work.close()
 
     run(test())
