@@ -443,9 +443,9 @@ def is_path(name: str, store: LocalStore) -> bool:
     return False
 
 
-def glob_advice(text: str, count: int) -> str:
-    """Return the glob that finds as many names, of which a text is a part; empty for none."""
-    return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
+def glob_advice(text: str, *, has_near: bool) -> str:
+    """Return the glob that finds names of which a text is a part; empty if there are none."""
+    return f"'*{text}*' matches names that contain it" if has_near and text.isprintable() else ""
 
 
 def is_name(text: str, store: LocalStore) -> bool:

@@ -52,7 +52,7 @@ def command(what: str, store: LocalStore, out: Output) -> None:
 
     found = find_content(what, store=store, on_found=add)
     if not (found.places or found.errors):
-        advice = "" if is_pattern(what) else arguments.glob_advice(what, found.near)
+        advice = "" if is_pattern(what) else arguments.glob_advice(what, has_near=found.has_near)
         raise NotFound(
             f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
         )

@@ -158,7 +158,7 @@ def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> S
             if model.faults:
                 first = model.faults[0].fault
                 raise Damaged(f"{message}, but not all of it can be read: {first}")
-            part = arguments.glob_advice(pattern, sum(pattern in row.name for row in rows))
+            part = arguments.glob_advice(pattern, has_near=any(pattern in row.name for row in rows))
             raise NotFound(message, advice=part)
     if not patterns:
         return rows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -42,7 +41,8 @@ class CatalogEntry:
     """Why the manifest cannot be read."""
     known: KnownManifest | None = field(default=None, repr=False)
     """The digest of the manifest and the numbers of its blobs; None if it cannot be read."""
-    parse: Callable[[], tuple[bytes, Manifest]] | None = field(default=None, repr=False)
+    store: LocalStore | None = field(default=None, repr=False)
+    """The store that has it; None if it is lost."""
 
     @cached_property
     def digest(self) -> Digest | None:
@@ -60,9 +60,9 @@ class CatalogEntry:
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest; None if it cannot be read, or was replaced since."""
-        if self.parse is not None and self.known is not None:
+        if self.store is not None and self.known is not None:
             with contextlib.suppress(BlobstoreError):
-                data, manifest = self.parse()
+                data, manifest = self.store.parse(self.reference)
                 return manifest if Digest.of(data) == self.known.digest else None
         return None
 
@@ -204,7 +204,7 @@ class Catalog:
             modified=seconds + 1e-9 * rest,  # as os.stat computes it
             error=error,
             known=known,
-            parse=partial(self._store.parse, reference),
+            store=self._store,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import re
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.core.globs import glob_matches
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from blobstore.store.catalog import CatalogEntry
     from blobstore.store.references import References
 
+_NAME: Final = re.compile(rb'"name"\s*:\s*"([^"]*)"')
+_UNNAMED: Final = tuple(kind.encode() for kind in media_types.GGUF)
+
 
 class FoundPlace(NamedTuple):
     """A place in the store that has what was looked for."""
@@ -42,8 +46,8 @@ class FoundPlaces(NamedTuple):
     places: tuple[FoundPlace, ...]
     errors: tuple[BlobstoreError, ...]
     """Manifests and blobs that could not be read, so that they may have it too."""
-    near: int = 0
-    """The tensors and files that have the text in their names, if names were looked for."""
+    has_near: bool = False
+    """Whether layers have the text in their names, if names were looked for."""
 
 
 def find_content(
@@ -91,7 +95,7 @@ def find_content(
         look(_DigestSearch(start).places)
     if not places:
         look(lambda entry: search.places(entry, errors))
-    return FoundPlaces(tuple(places), tuple(errors), search.near)
+    return FoundPlaces(tuple(places), tuple(errors), search.has_near)
 
 
 class _DigestSearch:
@@ -121,16 +125,23 @@ class _DigestSearch:
 
 
 class _Search:
-    """Looks for a name of tensors and files. The header of a blob is read once for all models that share it."""
+    """Looks for a name of tensors and files. The header of a blob is read once for all models that share it.
+
+    The names of the tensors of a group begin with that of its layer. So only manifests that name a layer of use are
+    parsed, and only headers of such layers are read.
+    """
 
     def __init__(self, store: LocalStore, text: str) -> None:
         self._store = store
         self._text = text
         self._is_pattern = is_pattern(text)
-        self._found: dict[tuple[BlobId, str], tuple[list[StoredTensor], int] | BlobstoreError] = {}
-        """What blobs have, and how much that is near, by the names of their layers; or why that is unknown."""
-        self.near = 0
-        """Places with the text in their names so far."""
+        self._head = re.split(r"[*?[]", text, maxsplit=1)[0]
+        self._found: dict[tuple[BlobId, str], list[StoredTensor] | BlobstoreError] = {}
+        """What blobs have by the names of their layers, or why that is unknown."""
+        self._others: set[bytes] = set()
+        """The names of layers that are of no use, so that each is looked at once."""
+        self.has_near = False
+        """Whether layers have the text in their names."""
 
     def _has_name(self, reference: Reference) -> bool:
         """Return whether a model's name has the text in it, whatever its case, or matches the glob."""
@@ -144,25 +155,44 @@ class _Search:
         if entry.digest is not None and self._has_name(entry.reference):
             size = sum(entry.blobs.values())
             yield FoundPlace(entry.reference, "model", "", size, entry.digest)
-        if entry.manifest is None:
+        if not self._has_layers(entry) or entry.manifest is None:
             return
-        layers = entry.manifest.layers_of(*media_types.WEIGHTS)
+        weights = entry.manifest.layers_of(*media_types.WEIGHTS)
+        layers = [layer for layer in weights if self._may_have(layer.name)]
         self._read([layer for layer in layers if (layer.id, layer.name) not in self._found])
         for layer in layers:
             found = self._found[layer.id, layer.name]
             if isinstance(found, BlobstoreError):
                 errors.append(found.at(f"model {entry.reference}"))
                 continue
-            tensors, near = found
-            self.near += near
-            for tensor in tensors:
+            for tensor in found:
                 size = tensor.nbytes
                 yield FoundPlace(entry.reference, "tensor", tensor.name, size, layer.digest)
         for layer in entry.manifest.layers:
-            if layer.media_type in (media_types.JSON, media_types.FILE):
-                self.near += self._text in layer.name
-                if self._fits(layer.name):
-                    yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
+            if layer.media_type in (media_types.JSON, media_types.FILE) and self._fits(layer.name):
+                yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
+
+    def _has_layers(self, entry: CatalogEntry) -> bool:
+        """Return whether a model may have layers of use."""
+        if entry.store is None or entry.known is None:
+            return False
+        try:
+            data = entry.store.read_manifest(entry.reference)
+        except BlobstoreError:
+            return False
+        has_some = b"\\" in data or any(kind in data for kind in _UNNAMED)
+        for name in {*_NAME.findall(data)} - self._others:
+            text = name.decode(errors="replace")
+            self.has_near |= self._text in text
+            if self._may_have(text):
+                has_some = True
+            else:
+                self._others.add(name)
+        return has_some
+
+    def _may_have(self, layer: str) -> bool:
+        """Return whether a layer with that name may be or have what is looked for."""
+        return self._head.startswith(layer) or (self._is_pattern and layer.startswith(self._head))
 
     def _read(self, layers: list[Descriptor]) -> None:
         blobs = list(dict.fromkeys(layer.id for layer in layers))
@@ -174,9 +204,9 @@ class _Search:
             except BlobstoreError as error:
                 self._found[layer.id, layer.name] = error
             else:
+                self.has_near |= any(self._text in tensor.name for tensor in tensors)
                 fitting = [tensor for tensor in tensors if self._fits(tensor.name)]
-                near = sum(self._text in tensor.name for tensor in tensors)
-                self._found[layer.id, layer.name] = fitting, near
+                self._found[layer.id, layer.name] = fitting
 
     def _fits(self, name: str) -> bool:
         return glob_matches(name, self._text) if self._is_pattern else name == self._text

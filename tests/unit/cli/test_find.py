@@ -44,6 +44,7 @@ def test_finds_tensors_by_name_even_in_groups(several: LocalStore) -> None:
     assert names
     assert all(".experts.1." in name for name in names)
     assert set(models("*experts.1.*")) == {"moe:latest"}
+    assert models(min(names)) == ["moe:latest"]
 
 
 def test_finds_files(several: LocalStore) -> None:
@@ -64,8 +65,8 @@ def test_what_cannot_be_read_is_an_error_after_what_was_found(several: LocalStor
     blob = several.resolve("moe").layers[0]
     (several.folder("blobs") / blob.digest.file_name).unlink()
 
-    assert models("merges.txt", exit_code=4) == ["dense:latest"]
-    errors = run("find", "merges.txt", exit_code=4).stderr
+    assert models("*merges.txt", exit_code=4) == ["dense:latest"]
+    errors = run("find", "*merges.txt", exit_code=4).stderr
     assert errors.count("blobstore: error: ") == 2
     assert "model moe:latest: " in errors
 

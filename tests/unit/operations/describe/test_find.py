@@ -72,7 +72,9 @@ def test_reads_the_header_of_a_blob_that_models_share_once(
 
     monkeypatch.setattr(store, "read_headers", noted)
     assert found(store, "y") == [(f"{name}:latest", "tensor", "y") for name in "acde"]
-    assert len(read) == len(set(read)) == 3
+    assert len(read) == 1
+    assert found(store, "[xyz]")[:2] == [("a:latest", "tensor", "x"), ("a:latest", "tensor", "y")]
+    assert len(read) == 1 + 3
 
 
 def test_reports_a_missing_blob_for_each_model_that_needs_it(store: LocalStore) -> None:
@@ -118,9 +120,29 @@ def test_searches_a_model_before_the_next_is_read(store: LocalStore, text: str) 
     assert [type(error) for error in result.errors] == [InvalidManifest]
 
 
-def test_counts_what_has_the_text_in_its_name(store: LocalStore) -> None:
+def test_says_whether_names_have_the_text_in_them(store: LocalStore) -> None:
     put(store, "layered", {"model.norm": 1, "norm": 2})
-    assert blobstore.find("norm", store=store).near == 2
     absent = blobstore.find("odel.nor", store=store)
-    assert (absent.places, absent.near) == ((), 1)
-    assert blobstore.find("absent", store=store).near == 0
+    assert (absent.places, absent.has_near) == ((), True)
+    assert not blobstore.find("absent", store=store).has_near
+
+
+def test_parses_only_manifests_that_name_a_layer_of_use(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "c", {"moe.experts.0.up": 1})
+    blobstore.list(store=store)
+    escaped = store.manifest_path("b")
+    escaped.write_bytes(escaped.read_bytes().replace(b'"z"', b'"\\u007a"'))
+    parsed: list[str] = []
+    parse = store.parse
+
+    def noted(reference: Reference) -> object:
+        parsed.append(str(reference))
+        return parse(reference)
+
+    monkeypatch.setattr(store, "parse", noted)
+    assert found(store, "z") == [("b:latest", "tensor", "z")]
+    assert set(parsed) == {"b:latest"}, "its names have escapes"
+    assert found(store, "moe.experts.[0-3].up") == [("c:latest", "tensor", "moe.experts.0.up")]
+    assert set(parsed) == {"b:latest", "c:latest"}
