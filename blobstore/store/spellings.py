@@ -124,6 +124,7 @@ class Spellings:
             # Before the folder is listed: a change in between makes another version.
             version = self._version(folder)
             if version is None:
+                self._known.pop(folder, None)  # the names that it had are gone
                 return {}
             if folder in self._known and self._known[folder][0] != version:
                 self._catch_up()
@@ -132,6 +133,7 @@ class Spellings:
                 return names
             listed = set(each_name(f"{self._manifests}/{folder}"))
         except StoreError:
+            self._known.pop(folder, None)
             return {}
         if not before <= listed:  # some were removed
             names, before = {}, set()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from blobstore.errors import StoreError
 from blobstore.store import spellings
 from blobstore.store.scan import each_name
 from blobstore.store.spellings import Spellings
@@ -66,6 +68,27 @@ def test_lists_a_folder_again_only_after_others_changed_it(folder: Path, listed:
     listed[4:] = []
     assert found.of(("host", "org", "other", "new")) == [("host", "org", "other", "NEW")]
     assert listed[4:] == ["other"]
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_names_of_a_folder_that_could_not_be_listed_are_forgotten(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    def refused(path: str) -> list[str]:
+        raise StoreError(f"{path}: cannot be read")
+
+    found = spellings_of(folder)
+    repository = "host", "org", "model"
+    assert found.of((*repository, "one")) == [(*repository, "One")]
+    shutil.rmtree(folder / "host/org/model")
+    if not is_removed:
+        add(folder, "none")
+        monkeypatch.setattr(spellings, "each_name", refused)
+    assert not found.has_tags(repository)
+    monkeypatch.undo()
+    add(folder, "one")
+    found.note((*repository, "one"))
+    assert found.of((*repository, "ONE")) == [(*repository, "one")]
 
 
 def test_keeps_a_bounded_number_of_folders(folder: Path) -> None:
