@@ -165,12 +165,23 @@ class ObjectStore:
         """Return the tag that the manifest of a name has now; None if there is no such name. Raises RemoteError."""
         return self.client.tag(manifest_key(reference))
 
-    def place(self, reference: Reference, manifest: bytes, tag: ObjectTag | None) -> None:
+    def place(
+        self,
+        reference: Reference,
+        manifest: bytes,
+        tag: ObjectTag | None,
+        check_lease: Callable[[], object],
+    ) -> None:
         """Give a manifest a name, whose manifest must still have the tag ``tag`` (None: must not exist).
+
+        ``check_lease`` is of a lease on all blobs that the manifest needs (:func:`blobstore.objects.leases.leased`):
+        without one, a collection that does not see the name would delete them.
 
         Raises:
             Conflict: another process has given the name another manifest.
+            StoreBusy: the lease has come to its end.
         """
+        check_lease()
         # Also as a blob, so that the digest finds it when the name has another manifest.
         self.client.put(blob_key(Digest.of(manifest)), manifest)
         self.client.replace(manifest_key(reference), manifest, tag)

@@ -38,6 +38,7 @@ from tests.support.hostile_s3 import (
     listing,
 )
 from tests.support.models import add_blobs, blob
+from tests.support.objects import no_lease
 from tests.support.raw_server import Answer, Received, reply
 
 DATA = bytes(range(256)) * 400
@@ -59,7 +60,7 @@ ACTIONS: dict[str, Action] = {
     "range": read,
     "put": lambda store: store.put_blob(Digest.of(b"x"), 1, [b"x"]),
     "parts": lambda store: store.put_blob(Digest.of(bytes(9 << 20)), 9 << 20, [bytes(9 << 20)]),
-    "name": lambda store: store.place(NAME, b"{}", None),
+    "name": lambda store: store.place(NAME, b"{}", None, no_lease),
     "list": lambda store: store.references(),
     "delete": lambda store: store.remove([NAME]),
 }
@@ -293,7 +294,7 @@ def test_a_server_that_ignores_conditions_gets_no_name(server: HostileS3, tmp_pa
     )
     assert set(server.objects) - before == {"p/.blobstore/probe"}
     store = ObjectStore(server.address)
-    refused(lambda: store.place(NAME, b"[]", None), RemoteError, "ignores conditional")
+    refused(lambda: store.place(NAME, b"[]", None, no_lease), RemoteError, "ignores conditional")
     assert store.read_manifest(NAME) == b"{}"
 
 
@@ -315,7 +316,7 @@ def test_rclone_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_conditions_are_checked_once_for_each_client(server: HostileS3, store: ObjectStore) -> None:
     for number in range(3):
-        store.place(Reference.parse(f"m{number}"), b"{}", None)
+        store.place(Reference.parse(f"m{number}"), b"{}", None, no_lease)
     probes = [one for one in server.server.requests if "probe" in one.path]
     assert len(probes) == 3
 

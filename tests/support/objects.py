@@ -26,6 +26,10 @@ SECONDS = 120
 KEY, SECRET = "key-of-the-tests", "secret-of-the-tests"
 
 
+def no_lease() -> None:
+    """Stand for a lease where no garbage is collected."""
+
+
 @dataclass(frozen=True)
 class ObjectServer:
     """An object store that runs."""

@@ -196,9 +196,8 @@ class _Objects:
                 layers = manifest.layers_of(media_types.TENSOR)
                 headers = {layer.digest: starts[layer.digest] for layer in layers}
                 objects.put_headers(Digest.of(one), pack_headers(headers))
-            check()
             for (name, _, tag), one in zip(self._names, data, strict=True):
-                objects.place(name, one, tag)
+                objects.place(name, one, tag, check)
         return manifests, self._names[-1][1] not in (None, data[-1])
 
     def close(self) -> None:

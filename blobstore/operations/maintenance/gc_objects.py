@@ -22,7 +22,7 @@ from blobstore.objects.store import COLD_BASES, COLD_INDEXES, HEADERS, ObjectSto
 from blobstore.remotes.cold_layers import parse_cold_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from blobstore.manifests.reference import Reference
     from blobstore.objects.client import ObjectInfo
@@ -115,11 +115,10 @@ def collect_objects(
         refusal = _refusal(store, blobs, removable, references)
         if refusal and not (force or dry_run):
             raise ImplausibleGarbage(refusal, advice="if that is right, pass force=True")
-        # Notes about manifests that no name has are of no use.
+        # Notes about manifests that no name has are of no use, unless one is being given.
+        named = {digest.hex for digest in needed | leased.digests}
         removable += [
-            item
-            for item in notes
-            if item.key.rpartition("/")[2] not in {digest.hex for digest in needed} and is_old(item)
+            item for item in notes if item.key.rpartition("/")[2] not in named and is_old(item)
         ]
         removed = removable if dry_run else list(_delete(store, removable, collection))
     return CollectedObjects(
@@ -144,35 +143,48 @@ def _blobs(store: ObjectStore) -> Iterator[tuple[Digest, ObjectInfo]]:
 
 
 def _needed(store: ObjectStore, references: list[Reference], notes: set[str]) -> set[Digest]:
-    """Return the blobs that manifests need, the manifests themselves among them.
-
-    ``notes`` are the keys of the lists of compressed forms. A push that adds one has a lease, which holds the forms.
-    """
+    """Return the blobs that the manifests of names need; ``notes`` are the keys of the lists of compressed forms."""
 
     def needs(reference: Reference) -> set[Digest]:
         try:
-            data = store.read_manifest(reference)
-        except ModelNotFound:  # removed since
+            return needed_by(store, reference, store.read_manifest(reference), notes)
+        except ModelNotFound:  # removed since; a tag that it got has a lease
             return set()
-        try:
-            manifest = Manifest.from_bytes(data)
-        except InvalidManifest as error:
-            raise error.at(f"{quote(store.address)}: {quote(reference)}") from None
-        digest = Digest.of(data)
-        return {
-            digest,
-            *(blob.digest for blob in manifest.blobs),
-            *(
-                layer.stored.digest
-                for folder in (COLD_INDEXES, COLD_BASES)
-                if f"{folder}/{digest.hex}" in notes
-                for layer in parse_cold_layers(
-                    store.read_for_manifest(folder, digest) or b""
-                ).values()
-            ),
-        }
 
     return set().union(*WorkerPool(_STREAMS, None, 0).run(references, needs))
+
+
+def needed_by(
+    store: ObjectStore, reference: Reference, data: bytes, notes: Container[str] | None = None
+) -> set[Digest]:
+    """Return the blobs that a manifest needs, compressed forms and the manifest itself among them.
+
+    Args:
+        store: where it is.
+        reference: the name that it has, for messages.
+        data: its bytes.
+        notes: the keys of the lists of compressed forms; by default, those of the manifest are asked for. A push that
+            adds one has a lease, which holds the forms.
+
+    Raises:
+        InvalidManifest: it is damaged.
+        RemoteError: a list cannot be read.
+    """
+    try:
+        manifest = Manifest.from_bytes(data)
+    except InvalidManifest as error:
+        raise error.at(f"{quote(store.address)}: {quote(reference)}") from None
+    digest = Digest.of(data)
+    return {
+        digest,
+        *(blob.digest for blob in manifest.blobs),
+        *(
+            layer.stored.digest
+            for folder in (COLD_INDEXES, COLD_BASES)
+            if notes is None or f"{folder}/{digest.hex}" in notes
+            for layer in parse_cold_layers(store.read_for_manifest(folder, digest) or b"").values()
+        ),
+    }
 
 
 def _refusal(

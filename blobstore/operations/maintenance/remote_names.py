@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidReference, NameTaken, UsageError
+from blobstore.errors import Conflict, InvalidReference, NameTaken, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.step_record import is_state_of, state_of
+from blobstore.objects.leases import leased
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore
+from blobstore.operations.maintenance.gc_objects import needed_by
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference, check_reference
 from blobstore.remotes.addresses import is_in_objects
@@ -20,7 +22,9 @@ from blobstore.remotes.addresses import is_in_objects
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.manifests.reference import Reference
     from blobstore.objects.address import ModelAddress
+    from blobstore.objects.client import ObjectTag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,8 @@ def tag_remote(
         InvalidReference: an address or the tag is not valid.
         ModelNotFound: there is no such model.
         NameTaken: another model has the tag.
-        Conflict: another process gave the tag another model in the meantime.
+        Conflict: another process gave the tag or the name another model in the meantime.
+        StoreBusy: garbage is being collected there, and that does not end within a minute.
         RemoteError: the remote cannot be reached, or denies access.
     """
     return (_tag_object if is_in_objects(address) else _tag_in_registry)(
@@ -108,11 +113,12 @@ def _tag_object(address: str, tag: str, force: bool, plain_http: bool | None) ->
     for (place, new), (former, _) in zip(models, formers, strict=True):
         _check_taken(place, former not in {None, new}, force)
     former, _ = formers[-1]
-    if state and not new_state and former not in {None, data} and store.has_model(state.reference):
-        store.remove([state.reference])  # of the model that had the tag
-    for (place, new), (old, version) in zip(models, formers, strict=True):
-        if old != new:
-            store.place(place.reference, new, version)
+    stale = state if state and not new_state and former not in {None, data} else None
+    changes = [
+        (*model, old[1]) for model, old in zip(models, formers, strict=True) if model[1] != old[0]
+    ]
+    if changes:
+        _place(store, source.reference, data, changes, stale)
     return RemoteTag(
         source=source,
         target=target,
@@ -120,6 +126,28 @@ def _tag_object(address: str, tag: str, force: bool, plain_http: bool | None) ->
         is_new=former != data,
         replaced=former not in {None, data},
     )
+
+
+def _place(
+    store: ObjectStore,
+    source: Reference,
+    data: bytes,
+    changes: Sequence[tuple[ModelAddress, bytes, ObjectTag | None]],
+    stale: ModelAddress | None,
+) -> None:
+    """Give names to the model that ``source`` has, and to its state; remove the name of a former state."""
+    needed = [needed_by(store, place.reference, manifest) for place, manifest, _ in changes]
+    with leased(store.client, set().union(*needed)) as check_lease:
+        if (
+            store.read_manifest(source) != data
+        ):  # else the blobs of a name are there, and stay from here on
+            raise Conflict(
+                f"{quote(source)} was given another model in the meantime", advice="tag it again"
+            )
+        if stale and store.has_model(stale.reference):
+            store.remove([stale.reference])
+        for place, manifest, version in changes:
+            store.place(place.reference, manifest, version, check_lease)
 
 
 def _tag_in_registry(address: str, tag: str, force: bool, plain_http: bool | None) -> RemoteTag:

@@ -139,10 +139,7 @@ class ObjectTarget:
         if not self.model.is_published:
             # Before the name: a client that sees it asks for the headers at once.
             self.objects.put_headers(self.model.digest, pack_headers(self._headers()))
-        # Last before the name: blobs of a lease that has ended may have been collected.
-        self.check_lease()
-        if not self.model.is_published:
-            self.objects.place(self._reference, self._data, self._tag)
+            self.objects.place(self._reference, self._data, self._tag, self.check_lease)
 
     def _headers(self) -> Mapping[Digest, bytes]:
         """Return the headers of all tensor blobs, so that readers need one request for them.

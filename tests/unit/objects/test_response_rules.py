@@ -28,6 +28,7 @@ from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.hostile_s3 import DATE, Disturb, HostileS3, action_of, failure, hostile_s3
+from tests.support.objects import no_lease
 from tests.support.raw_server import Received, reply
 
 ROOT = Path(__file__).parents[3]
@@ -342,11 +343,11 @@ def test_a_write_of_another_process_is_a_conflict_whatever_its_size(
     server: HostileS3, theirs: bytes
 ) -> None:
     store = ObjectStore(server.address)
-    store.place(NAME, b"{}", None)
+    store.place(NAME, b"{}", None, no_lease)
     _, tag = store.read_version(NAME)
     server.objects[KEY] = theirs
     with pytest.raises(Conflict, match="was written by another process"):
-        store.place(NAME, b"[1]", tag)
+        store.place(NAME, b"[1]", tag, no_lease)
     assert server.objects[KEY] == theirs
 
 
@@ -358,7 +359,7 @@ def test_a_write_whose_answer_was_lost_succeeds(server: HostileS3) -> None:
         return None
 
     server.disturb = lose
-    ObjectStore(server.address).place(NAME, b"{}", None)
+    ObjectStore(server.address).place(NAME, b"{}", None, no_lease)
 
 
 def test_tags_that_a_proxy_has_weakened_are_compared_as_the_server_does(
@@ -434,12 +435,12 @@ def test_names_in_a_folder_are_replaced_only_if_they_are_those_that_were_read(
     tmp_path: Path,
 ) -> None:
     store = ObjectStore(StoreAddress.parse(f"file://{tmp_path}/objects"))
-    store.place(NAME, b"{}", None)
+    store.place(NAME, b"{}", None, no_lease)
     _, tag = store.read_version(NAME)
-    store.place(NAME, b"[1]", tag)
+    store.place(NAME, b"[1]", tag, no_lease)
     for old in (tag, None):
         with pytest.raises(Conflict):
-            store.place(NAME, b"[2]", old)
+            store.place(NAME, b"[2]", old, no_lease)
     assert store.read_manifest(NAME) == b"[1]"
 
 

@@ -9,6 +9,7 @@ from blobstore.errors import BlobDamaged, Conflict
 from blobstore.manifests.reference import Reference
 from blobstore.objects.store import ObjectStore, blob_key
 from blobstore.store.local import LocalStore
+from tests.support.objects import no_lease
 from tests.support.store_suite import NAMES, ModelReaderSuite
 
 
@@ -16,7 +17,7 @@ def copy(origin: LocalStore, objects: ObjectStore) -> None:
     for name in NAMES:
         for blob in origin.resolve(name).blobs:
             objects.put_blob(blob.digest, blob.size, origin.read_pieces(*blob.id))
-        objects.place(Reference.parse(name), origin.read_manifest(name), None)
+        objects.place(Reference.parse(name), origin.read_manifest(name), None, no_lease)
 
 
 class TestModelsInObjectStorage(ModelReaderSuite):
@@ -28,21 +29,21 @@ class TestModelsInObjectStorage(ModelReaderSuite):
 
 def test_a_name_that_another_process_has_replaced_is_a_conflict(objects: ObjectStore) -> None:
     name = Reference.parse("one")
-    objects.place(name, b"{}", None)
+    objects.place(name, b"{}", None, no_lease)
     data, tag = objects.read_version(name)
     assert data == b"{}"
-    objects.place(name, b"[1]", tag)
+    objects.place(name, b"[1]", tag, no_lease)
     with pytest.raises(Conflict, match="one/latest' was written by another process"):
-        objects.place(name, b"[2]", tag)
+        objects.place(name, b"[2]", tag, no_lease)
     with pytest.raises(Conflict):
-        objects.place(name, b"[3]", None)
+        objects.place(name, b"[3]", None, no_lease)
     assert objects.read_manifest(name) == b"[1]"
 
 
 def test_writing_what_is_there_is_no_conflict(objects: ObjectStore) -> None:
     name = Reference.parse("one")
     for _ in range(2):
-        objects.place(name, b"{}", None)
+        objects.place(name, b"{}", None, no_lease)
 
 
 @pytest.mark.parametrize("size", [10, 9 * 2**20])

@@ -37,6 +37,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.protocols import BlobAccess
 from tests.support import frozen
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+from tests.support.objects import no_lease
 from tests.support.store_suite import BlobAccessSuite
 
 
@@ -353,7 +354,7 @@ def test_a_manifest_that_was_changed_elsewhere_is_refused(
     push_model("moe", objects.address, store=local)
     name = Reference.parse("moe")
     data, tag = objects.read_version(name)
-    objects.place(name, data.replace(b"layers.0", b"layers.1"), tag)
+    objects.place(name, data.replace(b"layers.0", b"layers.1"), tag, no_lease)
     with pytest.raises(InvalidManifest, match="moe"):
         blobstore.open(f"{objects.address}/moe", store=other, cache="none")
 

@@ -22,6 +22,7 @@ from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.objects import no_lease
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_nothing_is_deleted_if_a_manifest_is_damaged(
     objects: ObjectStore,
 ) -> None:
     push_model("one", objects.address, store=local)
-    objects.place(Reference.parse("two"), b"{}", None)
+    objects.place(Reference.parse("two"), b"{}", None, no_lease)
     with pytest.raises(InvalidManifest, match="two:latest"):
         collect_objects(objects.address, older_than=0)
 

@@ -1,16 +1,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import InvalidReference, ModelNotFound, NameTaken, RemoteRefused, UsageError
+from blobstore.errors import (
+    InvalidReference,
+    ModelNotFound,
+    NameTaken,
+    RemoteRefused,
+    StoreBusy,
+    UsageError,
+)
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.leases import Collection, leased
+from blobstore.objects.store import ObjectStore
 from blobstore.operations.create.save import save
 from blobstore.operations.load import load
+from blobstore.operations.maintenance import remote_names
+from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.maintenance.remote_names import remove_remote, tag_remote
+from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
@@ -87,6 +102,38 @@ def test_the_tag_of_another_model_is_taken_by_force_alone(place: str, local: Loc
         tag_remote(f"{place}:v1", "v2")
     assert tag_remote(f"{place}:v1", "v2", force=True).replaced
     assert push_model("one", f"{place}:v2", store=local).is_unchanged
+
+
+def test_a_collection_keeps_the_blobs_of_a_tag_that_comes_in_the_meantime(
+    local: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"file://{tmp_path}/bucket"
+    for name in ("one", "two"):
+        push_model(name, f"{place}/{name}:v1", store=local)
+    given = ObjectStore.place
+
+    def collected_before(*arguments: Any) -> None:
+        remove_remote([f"{place}/one:v1"])  # a user renames a model
+        assert not collect_objects(place, older_than=0).removed
+        given(*arguments)
+
+    monkeypatch.setattr(ObjectStore, "place", collected_before)
+    tag_remote(f"{place}/one:v1", "best")
+    pull_model(f"{place}/one:best", "back", store=local)
+    assert local.read_manifest("back") == local.read_manifest("one")
+
+
+def test_a_tag_waits_for_a_collection_that_may_not_have_seen_it(
+    local: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_names, "leased", partial(leased, wait=0))
+    place = f"file://{tmp_path}/bucket"
+    push_model("one", f"{place}/one:v1", store=local)
+    with Collection(ObjectStore(StoreAddress.parse(place)).client):
+        with pytest.raises(StoreBusy, match="garbage is being collected"):
+            tag_remote(f"{place}/one:v1", "best")
+        tag_remote(f"{place}/one:v1", "v1")  # which it has
+    assert tag_remote(f"{place}/one:v1", "best").is_new
 
 
 def test_a_malformed_tag_is_refused(place: str) -> None:
