@@ -178,7 +178,6 @@ class _Manifests:
 
     def __init__(self, store: LocalStore | None, address: str) -> None:
         self._known = store.known_references(address) if store else References()
-        self._met: list[FileVersion] = []
         self._blobs: dict[int, BlobId] = {}
         """By number, because models have them in common."""
         self._lock = threading.Lock()
@@ -193,8 +192,6 @@ class _Manifests:
             with self._lock:
                 known = self._known.add(version, digest, manifest)
         with self._lock:
-            if version is not None:
-                self._met.append(version)
             return RemoteEntry(
                 address="",
                 digest=None if known.digest == _NO_DIGEST else known.digest,
@@ -210,7 +207,7 @@ class _Manifests:
 
     def save(self) -> None:
         """Keep those manifests that were asked for."""
-        self._known.save(self._met)
+        self._known.save()
 
 
 def _version_of(key: str) -> FileVersion:

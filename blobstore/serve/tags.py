@@ -273,7 +273,7 @@ class Tags:
                 manifests.known.pop(tag, None)
                 if (one := self._read_one(catalog.get(tag), by_key)) is not None:
                     manifests.known[tag] = one
-            catalog.references.save()
+            catalog.references.save(keeps_others=True)
             keys = {tag: one.key for tag, one in manifests.known.items()}
             manifests.keys = former.keys if keys == former.keys else keys
             if former.folder is None:

@@ -99,19 +99,15 @@ class Catalog:
         """Read the manifests of all names. Raises StoreError."""
         with gc_paused():  # it would look at what is found again and again
             self._read(paths)
-        versions = (one.version for one in self._found.values() if one.version is not None)
-        self.references.save(versions)
+        self.references.save()
 
     def each(self, paths: Iterable[str]) -> Iterator[CatalogEntry]:
         """Yield the entries of all names, each read when it is asked for and then forgotten. Raises StoreError."""
-        versions: list[FileVersion] = []
         for path in paths:
             self._read([path])
             if (found := self._found.pop(path, None)) is not None:
                 yield self._entry(path, found)
-                if found.version is not None:
-                    versions.append(found.version)
-        self.references.save(versions)
+        self.references.save()
 
     def read(self, references: Iterable[Reference]) -> None:
         """Read the manifests of some names. Those that do not exist have no entry."""

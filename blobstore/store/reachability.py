@@ -128,10 +128,6 @@ class ReachableBlobs:
             repository = "/".join((str(folder), *parts))
             yield from (f"{repository}/{tag}" for tag in tags if tag[0] != ".")
 
-    def save(self) -> None:
-        """Keep in the file of references what was read."""
-        self.references.save(item.state for item in self._manifests.values())
-
     def prove(self, blobs: Collection[str] | None) -> None:
         """Look for the hex digests of ``blobs`` in all manifests; read those again that have one, or all for None.
 

@@ -121,6 +121,8 @@ class References:
         self._lists = array("I")
         self._rows: dict[bytes, int] = {}
         """By the versions of files, as bytes: they take a third of the memory."""
+        self._asked = bytearray()
+        """Whether each row was asked for, or is new."""
         self.other_sizes: dict[int, dict[int, int]] = {}
         """Bytes of blobs by row and number of which an earlier manifest says otherwise."""
         self._by_digest: dict[bytes, int] | None = None
@@ -178,7 +180,7 @@ class References:
     def uses(self, rows: Iterable[int]) -> array[int]:
         """Return how many of these manifests reference each blob, by number. A manifest with two names has two."""
         times = Counter(rows)
-        every = range(len(self._records) // _RECORD.size)
+        every = range(len(self._asked))
         has_most = 2 * len(times) > len(every)  # then the kept counts are corrected
         uses = array("i", self._uses) if has_most else array("i", bytes(4 * len(self)))
         for row in every if has_most else times:
@@ -190,7 +192,10 @@ class References:
     def known(self, version: FileVersion) -> KnownManifest | None:
         """Return what is kept of the manifest whose file has that version."""
         row = self._rows.get(VERSION.pack(*version))
-        return None if row is None else KnownManifest(self, row)
+        if row is None:
+            return None
+        self._asked[row] = True
+        return KnownManifest(self, row)
 
     def read(
         self,
@@ -273,9 +278,10 @@ class References:
         other_sizes: dict[int, int] | None,
     ) -> KnownManifest:
         """Add a row."""
-        row = len(self._records) // _RECORD.size
+        row = len(self._asked)
         start = VERSION.pack(*version or (0,) * 5)
         self._records += record.packed(start, len(self._lists))
+        self._asked.append(True)
         self._lists += numbers
         for number in numbers:
             self._uses[number] += 1
@@ -323,15 +329,12 @@ class References:
         found = struct.iter_unpack("32s", bytes(self._digests))
         return enumerate(digest for (digest,) in found)
 
-    def save(self, versions: Iterable[FileVersion] | None = None) -> None:
-        """Keep what is known of the manifests whose files have these versions, or of all, if any of it is new."""
+    def save(self, *, keeps_others: bool = False) -> None:
+        """Keep what is known of the manifests that were asked for, or of all, if any of it is new."""
         if not (self._is_new or self.listings.is_new) or self._path is None:
             return
         self._is_new = self.listings.is_new = False
-        rows = self._rows
-        if versions is not None:
-            keys = (VERSION.pack(*version) for version in versions)
-            rows = {key: rows[key] for key in keys if key in rows}
+        rows = {key: row for key, row in self._rows.items() if keeps_others or self._asked[row]}
         lists, digests, sizes = array("I"), self._digests, array("Q", self.sizes)
         uses = self.uses(rows.values())
         parts = [self.numbers_of(row) for row in rows.values()]
@@ -387,6 +390,7 @@ class References:
                 return
         self._digests, self._records, self._lists = digests, records, lists
         self.sizes, self._uses = sizes, uses
+        self._asked = bytearray(manifests)
         self._rows = {version: row for row, (version,) in enumerate(_START.iter_unpack(records))}
         self.listings = Listings(folders, names)
 

@@ -186,7 +186,7 @@ def freeze_models(
         elif plan.blobs:
             # Each byte is encoded, then decoded.
             run.freeze(WorkerPool(jobs, of_passes(progress, 2), 2 * size))
-        plan.reachable.save()  # at last, when there is space
+        plan.reachable.references.save()  # at last, when there is space
     blobs = tuple(run.results[digest] for digest in plan.blobs if digest in run.results)
     shared = [blob.digest for blob in blobs if blob.outcome == "shared"]
     needing = map(store.reference_of, map(Path, plan.needing(shared)))

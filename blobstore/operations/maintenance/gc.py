@@ -392,7 +392,7 @@ class _Collection:
 
     def save(self) -> None:
         """Keep what was read of manifests, at last: on a full disk that might need what others need more."""
-        self._marks.save()
+        self._marks.references.save()
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return the lock under which files are removed."""

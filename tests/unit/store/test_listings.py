@@ -140,7 +140,7 @@ def test_gc_keeps_models_that_listings_hide(tmp_path: Path, names: str) -> None:
         version = FileVersion.of(folder)
         assert version is not None
         known.listings._seen[str(folder)] = VERSION.pack(*version), names
-    known.save([])
+    known.save()
     assert [one for one in read_catalog(store) if one.error is None] == []
     assert collect_garbage(store=store, older_than=0, force=True).blobs == ()
     for name in ("a", "b"):
