@@ -62,7 +62,7 @@ def command(
 ) -> None:
     """Give the model SRC the additional name DST. Both names share all blobs; no data is copied.
 
-    A tag such as run:best, whose model has an older tag of the name, moves without --force.
+    A tag such as run:best, whose model has a tag of its own, such as run:500, moves without --force.
 
     With --to, the blobs that the other store does not have are copied to it, and hashed on the way.
     Without DST, SRC may be a glob such as 'team/*' then. If a model fails, the others follow.

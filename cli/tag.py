@@ -28,7 +28,8 @@ def command(
 ) -> None:
     """Give the model NAME the additional tag TAG, or the name MODEL:TAG.
 
-    A tag such as run:best, whose model has an older tag of the name, moves to NAME without --force.
+    A tag such as run:best, whose model has a tag of its own, such as run:500, moves to NAME
+    without --force.
 
     NAME may be the address of a model elsewhere, such as oci://host/repository:tag: the tag is added
     there.

@@ -203,8 +203,16 @@ def by_numbers(reference: Reference) -> tuple[list[str], list[int]]:
     return parts[::2], [int(part) for part in parts[1::2]]
 
 
+def own_first(reference: Reference, given: float) -> tuple[bool, float, Reference]:
+    """Return a key that sorts the names of a model, each with its time: the own one is the first.
+
+    That is the oldest with a number in its tag: in a copy of a store, ``run:best`` may be older than ``run:step-5``.
+    """
+    return _NUMBERS.search(reference.tag) is None, given, reference
+
+
 def is_alias_of(reference: Reference, model: Reference) -> bool:
-    """Return whether a name of a model is no step or version like its oldest one: ``best``, but not ``v2`` next to ``v1``."""
+    """Return whether a name of a model is no step or version like its own one: ``best``, but not ``v2`` next to ``v1``."""
     return by_numbers(reference)[0] != by_numbers(model)[0]
 
 

@@ -136,9 +136,11 @@ def unpack_archive(
     with open_archive(path) as archive:
         models = archive.models(references)
         given_names = all_under(prefix, (model.reference for model in models))
-        models = [
-            model._replace(reference=name) for model, name in zip(models, given_names, strict=True)
-        ]
+        # Names are given in the order of their numbers: the last step is the newest here, too.
+        models = sorted(
+            (model._replace(reference=one) for model, one in zip(models, given_names, strict=True)),
+            key=lambda model: model.reference,
+        )
         stored = sum(archive.members[number].stored_size for number in archive.needed(models))
         check_case(model.reference for model in models)
         updates = [

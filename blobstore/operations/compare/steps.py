@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.errors import UsageError
-from blobstore.manifests.reference import by_numbers, is_alias_of
+from blobstore.manifests.reference import by_numbers, is_alias_of, own_first
 from blobstore.manifests.step_record import is_state
 from blobstore.store.catalog import read_entries
 
@@ -28,7 +28,7 @@ def steps_of(store: LocalStore, references: Iterable[Reference]) -> list[Referen
     names = list(references)
     models = [name for name in names if not is_state(name)]
     entries = sorted(
-        read_entries(store, models or names), key=lambda entry: (entry.modified, entry.reference)
+        read_entries(store, models or names), key=lambda one: own_first(one.reference, one.modified)
     )
     own: dict[object, Reference] = {}
     steps = [

@@ -26,7 +26,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import Reference, is_alias_of
+from blobstore.manifests.reference import Reference, is_alias_of, own_first
 from blobstore.manifests.step_record import is_state_of, state_of
 from blobstore.operations.maintenance.lost_manifests import GRACE
 from blobstore.operations.maintenance.retention import expired_models
@@ -94,7 +94,7 @@ def copy_model(
 ) -> Named:
     """Give a model a second name, durably. The manifest is copied byte for byte.
 
-    A tag is an alias if an older tag of the same name has its manifest, as ``run:500`` that of ``run:best``. An
+    A tag is an alias if its model has a tag of its own of the same name, as ``run:500`` is that of ``run:best``. An
     alias moves to another model of that name without ``force``: no model loses its own name. Within a name, the
     state of a step goes with it: a copy of ``run:500`` and ``run:500.state`` is ``run:best`` and ``run:best.state``.
 
@@ -279,12 +279,12 @@ def drop_state(store: LocalStore, step: Reference, model: Manifest) -> None:
 
 
 def _is_alias(store: LocalStore, source: Reference, target: Reference, digest: Digest) -> bool:
-    """Return whether the target is a tag of the source's name, and its model has an older tag of that name."""
+    """Return whether the target is a tag of the source's name, and its model has a tag of its own there."""
     if target.parts[:-1] != source.parts[:-1]:
         return False
     entries = read_entries(store, store.tags(source))
-    tags = [(entry.modified, entry.reference) for entry in entries if entry.digest == digest]
-    return is_alias_of(target, min(tags, default=(0.0, target))[1])
+    tags = [own_first(one.reference, one.modified) for one in entries if one.digest == digest]
+    return is_alias_of(target, min(tags)[-1] if tags else target)
 
 
 def _removable(store: LocalStore, references: Sequence[Reference]) -> list[CatalogEntry]:

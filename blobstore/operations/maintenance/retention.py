@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.errors import UsageError
-from blobstore.manifests.reference import is_alias_of
+from blobstore.manifests.reference import is_alias_of, own_first
 from blobstore.manifests.step_record import is_state, step_of
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
@@ -27,8 +27,8 @@ def expired_models(
 ) -> list[Reference]:
     """Return which of some models may be removed, the oldest first. Nothing is removed.
 
-    Models are grouped by name without the tag. If several tags of a name have one manifest, the oldest chosen one
-    is the model's own, and those that differ from it in more than numbers are aliases, such as ``best``: they do
+    Models are grouped by name without the tag. If several tags of a name have one manifest, the first chosen one
+    with a number, or else the oldest, is the model's own, and those that differ from it in more than numbers are aliases, such as ``best``: they do
     not count, and neither they nor their models are removed. A training step and its state, ``run:step-1`` and ``run:step-1.state``, count as one model
     that is as new as the newer one, and an alias protects both. A manifest that cannot be read is kept.
 
@@ -81,16 +81,17 @@ def _steps(
             found = _Named(entry.modified, entry.reference)
             named.setdefault((entry.reference.parts[:-1], entry.digest), []).append(found)
 
-    def oldest(names: list[_Named]) -> _Named:
-        return min((one for one in names if one.reference in chosen), default=min(names))
+    def own_name(names: list[_Named]) -> Reference:
+        wanted = [one for one in names if one.reference in chosen] or names
+        return min(own_first(one.reference, one.modified) for one in wanted)[-1]
 
-    first = {oldest(names).reference for names in named.values()}
+    first = set(map(own_name, named.values()))
     # A name with a state of its own is a step, even if another step has the same weights.
     with_state = {step_of(reference) for reference in first if is_state(reference)}
     steps: dict[Reference, list[_Named]] = {}
     protected: set[Reference] = set()
     for names in named.values():
-        model = oldest(names).reference
+        model = own_name(names)
         own = [one for one in names if one.reference in with_state] or [
             one for one in names if not is_alias_of(one.reference, model)
         ]

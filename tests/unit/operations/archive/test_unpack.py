@@ -84,6 +84,17 @@ def test_unpacks_models_unchanged(path: Path, store: LocalStore, origin: LocalSt
     assert list(store.folder("temporary").iterdir()) == list(store.folder("leases").iterdir()) == []
 
 
+def test_names_are_given_in_the_order_of_steps(store: LocalStore, tmp_path: Path) -> None:
+    names = [
+        "run:step-5",
+        "run:step-10",
+    ]  # so the last one is the newest, which rules of retention keep
+    for step in names:
+        put(store, step, {"w": len(step)})
+    pack_models(names, tmp_path / "run.bsar", store=store)
+    assert [*map(str, unpack_archive(tmp_path / "run.bsar", store=store).references)] == names
+
+
 def test_blobs_are_read_only(path: Path, store: LocalStore) -> None:
     unpack_archive(path, ["base"], store=store)
     modes = {file.stat().st_mode & 0o777 for file in store.folder("blobs").iterdir()}

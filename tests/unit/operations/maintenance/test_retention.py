@@ -92,6 +92,14 @@ def test_a_fresh_alias_ousts_no_newer_model(store: LocalStore) -> None:
     assert expired(store, keep_last=2) == []
 
 
+def test_in_a_copy_an_alias_is_no_model_of_its_own_however_old_it_is(store: LocalStore) -> None:
+    os.utime(store.manifest_path("run:best"), (1, 1))  # names are given in their order
+    assert expired(store, keep_last=1) == ["run:v2"]
+    with pytest.raises(NameTaken):
+        copy_model("run:v1", "run:v3", store=store)
+    assert copy_model("run:v1", "run:best", store=store).replaced
+
+
 @pytest.fixture
 def steps(tmp_path: Path) -> LocalStore:
     """Steps of a run with their states, of which the one of step N is N days old; all have the same weights but 3."""
