@@ -53,6 +53,7 @@ FETCH: Final = Capacity(
     "fetches: two waits for each arrival, and questions about them",
 )
 ASK: Final = Capacity(64, "queued", "asks: questions to others about what was never fetched")
+TRY: Final = Capacity(16, "queued", "tries of tokens of which no right is known")
 LIST: Final = Capacity(1, "queued", "lists of the tags of one model that are made")
 LIST_ALL: Final = Capacity(1, "queued", "lists of all models that are made")
 WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")

@@ -52,7 +52,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotAsked, NotFetched, wait_for
+from blobstore.serve.unprepared import NotAsked, NotFetched, NotTried, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
@@ -239,14 +239,13 @@ class PullThrough:
             # A name of the store's own stands for itself, also where it stands for nothing of the upstream.
             if is_tag or (stored and self._library.is_own(stored[0])):
                 asked = Asked.named((*stored, *names)[0])
-        if asked is not None and asked.has_name and self._stands_for_other(asked.reference):
-            asked = Asked.unnamed(repository, revision)
+        if asked is not None and asked.has_name:
+            other, reserved = self._library.is_other_case, self._library.is_reserved
+            if other(asked.reference) or reserved(asked.reference):
+                asked = Asked.unnamed(repository, revision)
         if asked is None or not self._library.is_allowed(asked.reference):
             return None
         return asked if name is None else asked._replace(repository=name_of(name))
-
-    def _stands_for_other(self, reference: Reference) -> bool:
-        return self._library.is_other_case(reference) or self._library.is_reserved(reference)
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
         """Return the recent upstream name of a repository, of which no version is requested if ``is_whole``."""
@@ -274,6 +273,7 @@ class PullThrough:
         only a peer has given it, and the upstream has named this commit since.
         """
         (commit, giver), right = self._judged(asked, token, self._look_up)
+        token = token if right.client else ""  # what everyone may read is asked for once
         visible = Visible.of(self._library, right.opens)
         if right.giver == UPSTREAM and not needs_all:
             visible = replace(
@@ -307,26 +307,32 @@ class PullThrough:
             raise NotFetched(self._look_up, asked, token, is_damaged)
         return visible
 
-    def _judged(
-        self, asked: Asked, token: str, ask: Callable[[Asked, str], object]
-    ) -> tuple[Known, Right]:
+    def _judged(self, asked: Asked, token: str, ask: Callable[..., object]) -> tuple[Known, Right]:
         """Return the commit of a revision, and the right to read it. Raises NotFetched if unknown, and Refusal."""
         client = client_of(token)
-        self._check_refusal(asked, client)
+        if (refusal := self._refused_lately(asked, client)) is not None:
+            raise refusal.again()
         known, right = self._known(asked), self._right(asked, client)
         if known is None or right is None:
-            raise self._unasked(asked)(ask, asked, token)
+            raise self._question(ask, asked, token)
         return known, right
 
-    def _unasked(self, asked: Asked) -> type[NotFetched]:
-        """Return the exception for a question about a revision: everyone may know which public ones are here."""
+    def _question(self, ask: Callable[..., object], asked: Asked, token: str) -> NotFetched:
+        """Return the work of asking the upstream about a revision: for everyone, unless it has refused that.
+
+        So what is public is asked once, whatever tokens clients have. Everyone may know which public revisions are here.
+        """
         pulled = self._library.pulled
+        is_public = pulled.is_public(asked.repository)
+        if token and not (is_public and self._refused_lately(asked, EVERYONE) is None):
+            has_right = self._rights.has_had(client_of(token), asked.repository, asked.revision)
+            return (NotFetched if has_right else NotTried)(ask, asked, token)
         is_here = (
             (asked.repository, asked.revision) in pulled.records()
             if asked.is_commit
             else self._store.manifest_version(asked.reference) is not None
         )
-        return NotFetched if is_here and pulled.is_public(asked.repository) else NotAsked
+        return (NotFetched if is_here and is_public else NotAsked)(ask, asked, "")
 
     def _known(self, asked: Asked) -> Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.
@@ -345,10 +351,8 @@ class PullThrough:
         known = self._known(asked)
         return self._rights.of(client, asked.repository, known.commit if known else "")
 
-    def _check_refusal(self, asked: Asked, client: str) -> None:
-        """Repeat a recent refusal to a client. Raises Refusal."""
-        if (refusal := self._refusals.get((asked.repository, asked.revision, client))) is not None:
-            raise refusal.again()
+    def _refused_lately(self, asked: Asked, client: str) -> Refusal | None:
+        return self._refusals.get((asked.repository, asked.revision, client))
 
     def _settled(
         self,
@@ -452,9 +456,9 @@ class PullThrough:
             asked = Asked(Reference(*repository.parts[:3], tags_of(revision)[0]), name, revision)
             if (right := self._right(asked, client)) is not None:
                 return Visible.of(self._library, right.opens)
-            refusal = self._refusals.get((asked.repository, asked.revision, client))
+            refusal = self._refused_lately(asked, client)
             if refusal is None:
-                raise self._unasked(asked)(self._ask, asked, token)
+                raise self._question(self._ask, asked, token)
             refused = refusal.again()
             if refused.code != "RevisionNotFound":
                 break
@@ -477,7 +481,7 @@ class PullThrough:
             if asked.is_commit or not self._library.is_own(asked.reference):
                 self._fetches.begin(asked, found.commit, found, is_damaged=is_damaged)
         elif is_damaged and (known := self._known(asked)) is not None:
-            if self._refusals.get((asked.repository, asked.revision, client_of(token))) is not None:
+            if self._refused_lately(asked, client_of(token)) is not None:
                 return
             message = "the model is damaged here, and the upstream cannot be reached"
             refusal = Refusal(HTTPStatus.BAD_GATEWAY, message=message)

@@ -121,6 +121,11 @@ class Rights:
             (it for it in self._valid(keys) if not commit or is_public or commit in it.proven), None
         )
 
+    def has_had(self, client: str, repository: str, commit: str) -> bool:
+        """Return whether a client had a right to a repository, or to a commit of it, which may have ended."""
+        repository = self._pulled.present(repository)
+        return any((repository, client, one) in self._rights for one in ("", commit))
+
     def opened(self, client: str, repository: str, commits: Iterable[str]) -> frozenset[Commit]:
         """Return what a client may read of a restricted repository, of which the store has some commits."""
         repository = self._pulled.present(repository)

@@ -135,11 +135,10 @@ class Server:
         self._identify = identify
         self.metrics = Metrics()
         self._answers = SharedWork(capacity.ANSWER)
-        lists = (capacity.LIST, capacity.LIST_ALL)
-        self._works = {
-            one: SharedWork(one, joins_begun=one not in lists)
-            for one in (capacity.PREPARE, capacity.HASH, capacity.FETCH, capacity.ASK, *lists)
-        }
+        works = (capacity.PREPARE, capacity.HASH, capacity.FETCH, capacity.ASK, capacity.TRY)
+        self._works = {one: SharedWork(one) for one in works}
+        for one in (capacity.LIST, capacity.LIST_ALL):
+            self._works[one] = SharedWork(one, joins_begun=False)
         self._texts = TextMemory(MAX_TEXTS)
         self._watches = Watches()
         self._garbage = OldGarbage()

@@ -14,7 +14,7 @@ from blobstore.serve.expiring import Expiring
 from blobstore.serve.messages import failure, json_response
 from blobstore.serve.refusal import Refusal, unauthorized
 from blobstore.serve.rights import client_of
-from blobstore.serve.unprepared import NotAsked
+from blobstore.serve.unprepared import NotTried
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class TokenOwners:
         """Return the name of the client with a token. Raises Refusal or NotPrepared."""
         found = self._known.get(client_of(token))
         if found is None:
-            raise NotAsked(self._ask, token)
+            raise NotTried(self._ask, token)
         if isinstance(found, Refusal):
             raise found.again()
         return found

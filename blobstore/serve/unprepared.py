@@ -70,6 +70,12 @@ class NotAsked(NotFetched):
     threads = capacity.ASK
 
 
+class NotTried(NotFetched):
+    """Another server has to be asked whether it takes a token. Anyone can make up tokens, so nothing else waits for that."""
+
+    threads = capacity.TRY
+
+
 class List(NotPrepared):
     """The answer is a list, which takes its time to make. What ``prepare`` returns is the answer itself."""
 

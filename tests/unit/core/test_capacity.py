@@ -29,7 +29,7 @@ TESTS = {
     "TEXTS": "tests/unit/serve/test_text_memory.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
     **dict.fromkeys(
-        ("PREPARE", "HASH", "FETCH", "ASK", "WATCH", "LIST", "LIST_ALL"),
+        ("PREPARE", "HASH", "FETCH", "ASK", "TRY", "WATCH", "LIST", "LIST_ALL"),
         "tests/unit/serve/test_shared_work.py",
     ),
     **dict.fromkeys(("TRIAL", "TOKEN"), "tests/unit/http/test_tokens.py"),

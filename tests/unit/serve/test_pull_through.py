@@ -324,17 +324,61 @@ def test_questions_about_what_was_never_fetched_have_threads_of_their_own(
         "org/other": capacity.ASK,
     }
     for name, threads in rows.items():
-        assert through._unasked(Asked.named(Reference.parse(name))).threads is threads, name
+        asked = Asked.named(Reference.parse(name))
+        for token in ("", "hf_any"):
+            assert through._question(through._ask, asked, token).threads is threads, name
     with pytest.raises(NotFetched) as first:
         prepared_here(through, f"/{here}/resolve/v2/f")
     assert first.value.threads is capacity.ASK
 
 
-def prepared_here(through: PullThrough, target: str) -> None:
+def test_what_is_public_is_asked_and_fetched_once_whatever_tokens_clients_have(
+    through: PullThrough, fetched: Asked
+) -> None:
+    def questions() -> set[object]:
+        found = set[object]()
+        for number in range(3):
+            target = f"/{fetched.repository}/resolve/main/config.json"
+            with pytest.raises(NotFetched) as first:
+                prepared_here(through, target, f"hf_{number}")
+            found.add(first.value.key)
+        return found
+
+    through._tags.pop(fetched.reference)
+    assert len(questions()) == 1, "about the revision"
+    asked = fetched._replace(reference=Reference.parse(f"{fetched.repository}:latest"))
+    through._ask(asked._replace(revision="main"), "")
+    through._store.names.remove(Reference.parse(fetched.repository))
+    assert len(questions()) == 1, "for the model"
+
+
+def test_made_up_tokens_hold_nothing_up(store: LocalStore, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        folder = write_folder(tmp_path / "model", dense_tensors())
+        hub.add("org/gated", folder, token="hf_reader", gated=True)
+        through = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+        asked = Asked.named(Reference.parse("org/gated:latest"))
+
+        def threads(token: str) -> capacity.Capacity:
+            return through._question(through._ask, asked, token).threads
+
+        assert threads("hf_reader") is threads("") is capacity.ASK
+        through._ask(asked, "")
+        assert threads("hf_reader") is capacity.TRY, "everyone was refused"
+        assert threads("") is capacity.ASK
+        through._ask(asked, "hf_reader")
+        assert threads("hf_reader") is capacity.FETCH, "the token has shown a right"
+        assert threads("hf_made_up") is capacity.TRY
+        assert hub.tokens[0] == "hf_reader"
+        through.close()
+
+
+def prepared_here(through: PullThrough, target: str, token: str = "") -> None:
     """Ask until another server has to be asked."""
+    request = Request("GET", target, {"authorization": f"Bearer {token}"} if token else {})
     for _ in range(20):
         try:
-            answer(Request("GET", target), through._library, Access(), pull_through=through)
+            answer(request, through._library, Access(), pull_through=through)
         except NotFetched:
             raise
         except NotPrepared as first:
@@ -535,9 +579,8 @@ def test_a_refused_commit_is_no_other_revision(store: LocalStore) -> None:
             assert commit is not None
             assert commit.reference == branch.reference
             through._refuse(commit, "client", Refusal(404))
-            through._check_refusal(branch, "client")
-            with pytest.raises(Refusal):
-                through._check_refusal(commit, "client")
+            assert through._refused_lately(branch, "client") is None
+            assert through._refused_lately(commit, "client") is not None
 
 
 def test_a_tag_that_may_not_be_served_is_not_fetched(store: LocalStore, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ ROWS = (
     "HASH",
     "FETCH",
     "ASK",
+    "TRY",
     "WATCH",
     "LIST",
     "LIST_ALL",
