@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core import capacity
 from blobstore.core.escape import quote
-from blobstore.core.workers import Cancelled
+from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import RemoteError, UsageError
 from blobstore.http.protocol import TransientError
 from blobstore.serve.description import NOTHING, Description
@@ -152,21 +154,30 @@ class Upstreams:
                 )
             except RemoteError as error:
                 failure = error
-        for peer in self.peers.alive() if with_peers else ():
-            place = Upstream(peer.name)
-            one = FoundAt(repository, revision, place, peer.token(), peer, is_peer=True)
-            try:
-                with self._client(one) as client:
-                    there = client.revision(repository, revision)
-                # Any other name may be that of a model of the upstream.
-                is_spelling = there.repository.casefold() == repository.casefold()
-                one = one._replace(repository=there.repository if is_spelling else repository)
-                return one._replace(commit=there.commit, description=there.description)
-            except Refusal:
-                continue
-            except RemoteError as error:
-                self.peers.failed(peer, error)
+        peers = self.peers.alive() if with_peers else []
+        # All at once, so that all that are silent together cost one timeout, which a client waits for.
+        pool = WorkerPool(min(len(peers), capacity.PROBES.most) or 1, None, 0)
+        for one in pool.run(peers, lambda peer: self._ask_peer(peer, repository, revision)):
+            if one is not None:
+                return one
         raise failure or Refusal(404, "RepoNotFound")
+
+    def _ask_peer(self, peer: Peer, repository: str, revision: str) -> FoundAt | None:
+        """Return the commit of a revision at a peer; None if it has none, or does not answer."""
+        place = Upstream(peer.name)
+        one = FoundAt(repository, revision, place, peer.token(), peer, is_peer=True)
+        try:
+            with self._client(one, replace(PATIENCE, attempts=1)) as client:
+                there = client.revision(repository, revision)
+        except Refusal:
+            return None
+        except RemoteError as error:
+            self.peers.failed(peer, error)
+            return None
+        # Any other name may be that of a model of the upstream.
+        is_spelling = there.repository.casefold() == repository.casefold()
+        one = one._replace(repository=there.repository if is_spelling else repository)
+        return one._replace(commit=there.commit, description=there.description)
 
     def user(self, token: str) -> str:
         """Return the name of a client at the upstream, which there is. Raises as :meth:`find`."""

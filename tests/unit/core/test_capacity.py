@@ -62,6 +62,7 @@ def test_each_pool_and_semaphore_has_a_row() -> None:
         "remotes/download.py: threading.Condition()",  # threads without a task wait for one
         "serve/decoded_pieces.py: asyncio.Semaphore(_DECODED)",
         "serve/peers.py: WorkerPool(min(len(asked), _PROBES), None, 0)",
+        "serve/find_upstream.py: WorkerPool(min(len(peers), capacity.PROBES.most) or 1, None, 0)",
         "serve/arrivals.py: WorkerPool(_DOWNLOADS, None, 0)",
         "serve/pull_through.py: threading.Semaphore(_MAX_PATIENT)",
     }
