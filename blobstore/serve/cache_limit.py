@@ -33,7 +33,7 @@ from blobstore.store.history import read_former
 from blobstore.store.scan import scan_folder, walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.library import Library
@@ -87,6 +87,8 @@ class CacheLimit:
         self._note = note
         self._lock = threading.Lock()
         self._claims: set[Claim] = set()
+        self._left: set[str] = set()
+        """Blobs of removed models that models which were arriving then had, too, or needed as bases."""
         self._bound, self._bound_until = 0, 0.0
         """The most bytes that there are if all claims are used, and until when that holds."""
 
@@ -147,6 +149,10 @@ class CacheLimit:
         """See :class:`Space`."""
         with self._lock:
             self._claims.discard(claim)
+            if self._left:
+                with contextlib.suppress(BlobstoreError, OSError):
+                    freed = remove_blobs(self._store, self._left)
+                    self._left = (self._left - freed.keys()) & self._leased()
 
     def forget_removed(self) -> None:
         """Remove the records of models that were removed, so that other models may get their names.
@@ -212,7 +218,8 @@ class CacheLimit:
                 return None
             if not only.isdisjoint(leased):
                 leased = self._leased()  # that of this process has just ended for an idle model
-            return only if only.isdisjoint(leased) else None
+            # What a model that arrives has in common with it stays. If all is leased, it is in use elsewhere.
+            return None if only and only <= leased else only - leased
 
         return choose_evicted(models, own or (), most, freed)
 
@@ -293,7 +300,7 @@ class CacheLimit:
     def _is_idle(self, version: _Fetched) -> bool:
         return all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests)
 
-    def _remove(self, chosen: Iterable[tuple[_Removable, set[str]]]) -> None:
+    def _remove(self, chosen: Sequence[tuple[_Removable, set[str]]]) -> None:
         """Remove models, each with the blobs that go with it. All manifests are looked at once, and not for each."""
         removed: list[tuple[Origin | None, set[str]]] = []
         for version, only in chosen:
@@ -311,6 +318,7 @@ class CacheLimit:
         if not removed:
             return
         freed = remove_blobs(self._store, set().union(*(only for _, only in removed)))
+        self._left = self._left.union(*(version.blobs for version, _ in chosen)) - freed.keys()
         # After the names and the blobs: without its record, a fetched model would look like one of the store's own.
         self._forget(origin for origin, _ in removed if origin)
         for origin, only in removed:

@@ -128,6 +128,29 @@ def test_models_that_are_in_use_by_then_stay_until_the_next_arrives(
     assert names(store) == ["a"]
 
 
+def test_a_model_makes_space_for_another_that_has_some_of_its_blobs(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    """The rest goes when that has arrived, and does not need it."""
+    claim = claimed(limit, MOST)
+    blobs = {one.digest for one in store.resolve("org/a").blobs}
+    weights = max(blobs, key=lambda one: Path(store.blob_path(one)).stat().st_size)
+    with store.lease() as lease:
+        lease.hold(blobs)
+        claim.spend(MOST)
+        assert names(store) == ["a"], "another process uses it"
+    claim.release()
+    claim = claimed(limit, MOST)
+    with store.lease() as lease:
+        lease.hold(blobs - {weights})
+        claim.spend(MOST)
+        assert names(store) == []
+        left = {one for one in blobs if Path(store.blob_path(one)).exists()}
+        assert left == blobs - {weights}
+    claim.release()
+    assert not any(Path(store.blob_path(one)).exists() for one in blobs), "nobody needs them now"
+
+
 def test_what_is_claimed_counts_for_the_next_model(limit: CacheLimit, store: LocalStore) -> None:
     claimed(limit, 2 * SIZE)
     with pytest.raises(Refusal) as caught:
