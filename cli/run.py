@@ -179,7 +179,6 @@ def _link_if_needed(
 
     hold_copies(folder.parent)
     if is_linked(model, folder, store=store):
-        os.utime(folder)  # gc removes what was used longest ago
         return
     with progress_bar() as progress:
         # GGUF files are copies in any case, so their blobs may stay frozen.

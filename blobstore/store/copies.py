@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +47,8 @@ def copies(root: Path) -> list[Path]:
     return []
 
 
-def remove_copies(root: Path, older_than: float, *, is_dry: bool) -> Iterator[tuple[Path, int]]:
-    """Remove the folders that were last used more seconds ago, unless a server holds them; yield paths and bytes."""
+def remove_copies(root: Path, *, is_dry: bool) -> Iterator[tuple[Path, int]]:
+    """Remove the folders unless a server holds them; yield paths and bytes."""
     found = copies(root)
     if not found:
         return
@@ -59,10 +58,9 @@ def remove_copies(root: Path, older_than: float, *, is_dry: bool) -> Iterator[tu
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in found:
-                if max(0.0, time.time() - path.lstat().st_mtime) >= older_than:
-                    size = sum(it.stat(follow_symlinks=False).st_size for it in walk_files(path))
-                    if not is_dry:
-                        shutil.rmtree(path)
-                    yield path, size
+                size = sum(it.stat(follow_symlinks=False).st_size for it in walk_files(path))
+                if not is_dry:
+                    shutil.rmtree(path)
+                yield path, size
     finally:
         os.close(descriptor)

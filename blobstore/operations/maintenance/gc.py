@@ -112,9 +112,10 @@ def collect_garbage(
         deltas, others = collection.candidates()
         refusal = "" if force else collection.refusal([*deltas, *others])
         if refusal and not dry_run:
-            raise ImplausibleGarbage(
-                refusal, advice="if the models were removed on purpose, run gc with force=True"
-            )
+            advice = "if the models were removed on purpose, run gc with force=True"
+            if collection.has_lost:
+                advice = f"'blobstore repair' restores lost manifests; {advice}"
+            raise ImplausibleGarbage(refusal, advice=advice)
         blobs = [*collection.sweep(deltas), *collection.sweep(others)]
         collection.look_for_leftovers()
         with collection.lock():
@@ -122,7 +123,7 @@ def collect_garbage(
             folders = tuple(collection.remove_empty_folders())
             if not dry_run:
                 store.names.published.update(forget_lost=force)
-        removed = remove_copies(store.root, collection.older_than, is_dry=dry_run)
+        removed = remove_copies(store.root, is_dry=dry_run)
         leftovers += tuple(map(Removed._make, removed))
         if not dry_run:
             store.prune_signatures()
@@ -203,6 +204,11 @@ class _Collection:
         """Identifies the content of the folder of cold blobs."""
         self._possible_bases: set[Digest] = set()
         """All bases, if a needed blob is missing: any of them may be its base."""
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether names have lost their manifests."""
+        return bool(self._lost)
 
     def candidates(
         self, only: Collection[str] | None = None
@@ -439,7 +445,9 @@ class _Collection:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 if age_of(status) >= age:
-                    yield self._remove(path, status.st_size)
+                    # A second link frees nothing, and a blob was counted where it was removed.
+                    is_link = path.parent == self._store.folder("bases")
+                    yield self._remove(path, 0 if is_link else status.st_size)
 
     def _dead_files(self) -> Iterator[tuple[Path, float]]:
         """Yield temporary files and leases of dead processes, and the age at which each is removed."""

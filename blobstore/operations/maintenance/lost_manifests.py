@@ -32,7 +32,7 @@ def implausible(store: LocalStore, garbage: int, blobs: int, *, has_models: bool
     """Return why so many blobs without a manifest, out of ``blobs``, are hardly garbage; empty if they may be."""
     folder = quote(store.folder("manifests"))
     if garbage and not has_models:
-        return f"there are no manifests in {folder}, but {garbage:,} blobs"
+        return f"there are no manifests in {folder}, but {blobs:,} blobs"
     if garbage <= IMPLAUSIBLE * blobs:
         return ""
     return (

@@ -33,7 +33,7 @@ def test_there_are_none_without_a_place(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "home", fail)
     assert copies_folder(tmp_path) is None
     assert copies(tmp_path) == []
-    assert not list(remove_copies(tmp_path, 0, is_dry=False))
+    assert not list(remove_copies(tmp_path, is_dry=False))
 
 
 def test_a_program_that_takes_the_place_of_a_process_holds_the_copies(
@@ -56,10 +56,9 @@ os.execv("/bin/cat", ["cat"])
         server.stdin.write(b"x\n")
         server.stdin.flush()
         assert server.stdout.readline() == b"x\n"
-        assert not list(remove_copies(tmp_path, 0, is_dry=False))
+        assert not list(remove_copies(tmp_path, is_dry=False))
         server.stdin.close()
-    assert not list(remove_copies(tmp_path, 3600, is_dry=False))
-    assert list(remove_copies(tmp_path, 0, is_dry=True)) == [(folder / "model", 3)]
+    assert list(remove_copies(tmp_path, is_dry=True)) == [(folder / "model", 3)]
     assert copies(tmp_path) == [folder / "model"]
-    assert list(remove_copies(tmp_path, 0, is_dry=False)) == [(folder / "model", 3)]
+    assert list(remove_copies(tmp_path, is_dry=False)) == [(folder / "model", 3)]
     assert copies(tmp_path) == []

@@ -1175,3 +1175,29 @@ def test_the_steps_of_a_run_have_one_base_with_their_states(store: LocalStore) -
         for part in state:
             for key, array in state[part].items():
                 assert np.array_equal(found[part][key], array)
+
+
+@pytest.mark.slow
+def test_gc_counts_the_bytes_that_the_disk_has_afterwards(family: LocalStore) -> None:
+    freeze_models([CHILD], store=family)
+    thaw_models([CHILD], store=family)  # the second links of its bases stay
+    sizes = [space(family)]
+    for names in ([], ["base", CHILD]):
+        expected = remove_models(names, store=family).size if names else 0
+        found = collect_garbage(store=family, older_than=0, force=True)
+        sizes.append(space(family))
+        assert sum(it.size for it in (*found.blobs, *found.leftovers) if is_blob(it.path)) == (
+            sizes[-2] - sizes[-1]
+        )
+        assert sizes[-2] - sizes[-1] == expected
+    assert sizes[-1] < sizes[0]
+
+
+def is_blob(path: Path) -> bool:
+    return path.name.startswith("sha256-")
+
+
+def space(store: LocalStore) -> int:
+    """Return the bytes of the blobs and their links, each file once."""
+    found = (p.stat() for p in store.root.rglob("*") if p.is_file() and is_blob(p))
+    return sum({status.st_ino: status.st_size for status in found}.values())

@@ -569,7 +569,8 @@ def test_refuses_to_empty_a_store_whose_manifests_are_gone(
         store.folder("manifests").mkdir()
     before = everything(store)
     with pytest.raises(
-        ImplausibleGarbage, match=r"no manifests in '.*', but \d+ blobs; .*force=True"
+        ImplausibleGarbage,
+        match=r"no manifests in '.*', but \d+ blobs; 'blobstore repair' restores .*force=True",
     ):
         collect_garbage(store=store)
     assert "no manifests" in collect_garbage(store=store, dry_run=True).refusal
