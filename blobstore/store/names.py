@@ -253,11 +253,12 @@ class Names:
                 self._note_givers(models)
         return former
 
-    def place(self, *models: NewModel) -> list[bytes | None]:
+    def place(self, *models: NewModel, is_brought: bool = False) -> list[bytes | None]:
         """Give names while the caller holds the exclusive lock; return the manifests that they replace.
 
         A replaced one is kept until gc removes its blobs. None means that the name was free, had this
-        manifest already, or had one that cannot be read.
+        manifest already, or had one that cannot be read. ``is_brought`` is as for :meth:`install`; otherwise, the
+        manifests are the store's.
 
         Raises:
             OSError: the store cannot be written. Otherwise as :meth:`install`.
@@ -265,6 +266,8 @@ class Names:
         for model in models:
             self._check(model)
         self._make_folders(*(model.update.reference for model in models))
+        for model in models if is_brought else ():
+            self._note_brought(model, is_brought=True)
         former = [self._give(model) for model in models]
         self._note_givers(models)
         return former

@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
 _BACKUP = "create the model again, or take the file from a backup"
 _NO_MANIFEST = (
-    f"only a store or a remote that has a model of this name can restore its manifest; or {_BACKUP}"
+    "only a store or a remote that has a model of this name can restore its manifest, if the store knows the name or has "
+    f"the blobs; pull it or copy it from there, or {_BACKUP}"
 )
 _LOST = "; it has the options of create, so give them again"
 _MANIFEST = f"only a store or a remote that has the model can restore a manifest; or {_BACKUP}"
@@ -141,7 +142,8 @@ def repair_models(
         the blobs and manifests that were rewritten, and the faults that are left.
 
     Raises:
-        ModelNotFound: a model in ``references`` has no manifest, and ``source`` has none of this name.
+        ModelNotFound: a model in ``references`` has no manifest, and ``source`` has none of this name, or the store
+            neither knows the name nor has the blobs.
         RemoteError: the remote cannot be reached, refuses access or misbehaves.
         SourceError, DamagedSource, SourceNotFound: the source cannot be read at all; or it changed
             while it was read, and not all blobs could be repaired.

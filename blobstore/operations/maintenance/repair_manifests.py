@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidManifest, NameConflict
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, InvalidManifest, NameConflict
 from blobstore.manifests.layers_digest import check_layers, listed
 from blobstore.manifests.model import Manifest
 from blobstore.operations.sign.require_trust import read_policy
@@ -46,8 +46,8 @@ def restore_manifests(
 ) -> Iterator[Restored]:
     """Restore the missing and damaged manifests that the store or another place has intact.
 
-    Without names in ``chosen``, those are missing that the store knows to be lost, and those that the other place
-    has and whose blobs the store has, unless they were removed from it.
+    A manifest is missing if the store knows that it is lost, or if the other place has it and the store has its blobs.
+    Without names in ``chosen``, those that were removed from the store are not missing.
 
     Raises:
         RemoteError: the other place cannot be reached.
@@ -60,12 +60,8 @@ def restore_manifests(
     own = chain(store.references(), lost)
     for reference in chosen or chain(own, _lost(store, other, there) if other else ()):
         damaged = _damaged(store, reference)
-        if damaged is not None:
-            found = (_find_intact(place, reference, damaged) for place in places)
-        else:
-            is_missing = not store.has_model(reference)
-            found = (_intact(place, reference) for place in places if is_missing)
-        intact = next((data for data in found if data is not None), None)
+        is_own = damaged is not None or store.is_gone(reference)
+        place, intact = _find(store, places, reference, damaged, is_own=is_own)
         if intact is None:
             with contextlib.suppress(BlobstoreError):
                 there.add(store.read_manifest(reference).removesuffix(b"\n"))
@@ -89,11 +85,35 @@ def restore_manifests(
                 continue
             quarantined = None if damaged is None else quarantine_copy(store, damaged)
             update = NameUpdate(reference, old, new)
-            try:  # blobs are not checked: they are repaired once the manifest lists them
-                store.names.place(NewModel(update, intact, ()))
-            except NameConflict:  # it stays lost
+            # Blobs of a name that is the store's are repaired once its manifest lists them.
+            model = NewModel(update, intact, () if is_own else manifest.blobs)
+            try:
+                store.names.place(model, is_brought=place is other)
+            except (NameConflict, BlobMissing, BlobDamaged):  # it stays lost
                 continue
         yield Restored(reference, manifest, quarantined, len(signatures.data))
+
+
+def _find(
+    store: LocalStore,
+    places: Sequence[OtherModels | Published],
+    reference: Reference,
+    damaged: bytes | None,
+    *,
+    is_own: bool,
+) -> tuple[object, bytes | None]:
+    """Return the place that has the missing or damaged manifest of a name intact, and the manifest; None if none has.
+
+    A name that the store does not know (not ``is_own``) is complete or absent, so it needs all of its blobs.
+    """
+    for place in places:
+        if damaged is not None:
+            found = _find_intact(place, reference, damaged)
+        else:
+            found = None if store.has_model(reference) else _intact(place, reference)
+        if found and (is_own or store.has_blobs(Manifest.from_bytes(found).blobs)):
+            return place, found
+    return None, None
 
 
 def _lost(store: LocalStore, other: OtherModels, there: Container[bytes]) -> Iterator[Reference]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
@@ -16,6 +17,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.repair_manifests import Restored, restore_manifests
 from blobstore.store import names
+from blobstore.store.fetched import brought_name, mark_of
 from blobstore.store.local import LocalStore
 from blobstore.store.names import replace_any
 from tests.support.damage import blob_path
@@ -159,6 +161,42 @@ def test_leaves_intact_and_missing_manifests(store: LocalStore, other: LocalStor
     assert restored(store, other) == ()
     names = [Reference.parse("gone")]
     assert tuple(restore_manifests(store, other, names, is_dry=False)) == ()
+
+
+def test_a_name_that_is_new_here_needs_all_of_its_blobs(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = Reference.parse("another")
+    path = blob_path(store, store.resolve(NAME).layers_of(media_types.TENSOR)[0].name)
+    data = path.read_bytes()
+    path.unlink()
+    assert tuple(restore_manifests(store, other, [new], is_dry=False)) == ()
+    with monkeypatch.context() as patched:  # gc removes it after the look
+        patched.setattr(LocalStore, "has_blobs", lambda *_: True)
+        assert tuple(restore_manifests(store, other, [new], is_dry=False)) == ()
+    assert not store.has_model(new)
+    store.manifest_path(NAME).unlink()  # which was complete once
+    assert [found.reference for found in restored(store, other)] == [NAME]
+    path.write_bytes(data)
+    assert len(tuple(restore_manifests(store, other, [new], is_dry=False))) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_another_place_has_was_not_fetched_by_the_server_of_this_store(
+    store: LocalStore, other: LocalStore, is_own: bool
+) -> None:
+    new = Reference.parse("fetched")
+    manifest = store.resolve(NAME)
+    mark = mark_of(("org/m", "0" * 40))
+    source = manifest.layers[0]._replace(media_type=media_types.SOURCE, name=mark)
+    for one in (store, other):
+        marked = with_layers(one, manifest, [source, *manifest.layers])
+        if is_own or one is other:
+            one.names.publish(replace_any(new), marked)
+    store.manifest_path(new).unlink(missing_ok=True)
+    assert len(tuple(restore_manifests(store, other, [new], is_dry=False))) == 1
+    note = store.folder("pulled") / brought_name(Digest.of(store.read_manifest(new)))
+    assert note.exists() is not is_own
 
 
 def test_leaves_an_intact_manifest_whose_config_is_missing(
