@@ -72,9 +72,10 @@ def command(
         usage = measure_models(arguments.models(store, names), store=store)
     else:
         usage = measure_usage(store=store)
-    by_name = order == "name"
-    key = attrgetter("reference" if by_name else order)
-    rows = sorted(usage.models, key=key, reverse=not by_name)
+    rows: Sequence[ModelUsage] = usage.models  # by name, unless some were named
+    if names or order != "name":
+        key = attrgetter("reference" if order == "name" else order)
+        rows = sorted(rows, key=key, reverse=order != "name")
     notes = arguments.store_notes(store)
     out.result(
         lambda: _as_json(usage, rows) | {"seconds": out.seconds},

@@ -325,12 +325,14 @@ def _models_usage(
 ) -> ModelsUsage:
     counts = holdings.counts
     uses = holdings.uses(entry.known for entry in entries if entry.known is not None)
-    numbers = list(compress(range(len(uses)), uses))
-    sizes, own = [0] * len(uses), [0] * len(uses)
-    for number in numbers:
-        if (size := blobs.all_sizes[number]) != ABSENT:
+    sizes, own, unique = [0] * len(uses), [0] * len(uses), list[int]()
+    columns = (range(len(uses)), blobs.all_sizes, uses, counts)
+    for number, size, use, count in zip(*(compress(one, uses) for one in columns), strict=True):
+        if use == count:
+            unique.append(size)
+        if size != ABSENT:
             sizes[number] = size
-            own[number] = size if counts[number] == 1 else 0
+            own[number] = size if count == 1 else 0
     held = [holdings.by(entry.known) for entry in entries]
     # Without loops in Python: there may be millions of references.
     return ModelsUsage(
@@ -345,8 +347,8 @@ def _models_usage(
             )
             for entry, kept in zip(entries, held, strict=True)
         ),
-        together=blobs.space(numbers),
-        together_unique=blobs.space(one for one in numbers if uses[one] == counts[one]),
+        together=blobs.space_if(uses),
+        together_unique=_total(unique),
         unreadable=tuple(one.error for one in catalog.unreadable() if one.error is not None),
     )
 
