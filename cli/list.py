@@ -164,7 +164,7 @@ class _Chosen:
                 lost = [lost_entry(name) for name in names if self(name, None)]
         for pattern in self._absent:
             error = ModelNotFound(
-                f"no model matches {quote(pattern)}",
+                f"no model matches {quote(pattern)} in the store {quote(self._store.root)}",
                 advice=arguments.address_advice(pattern)
                 or arguments.shown_path_advice(pattern)
                 or _similar(pattern, self._store),

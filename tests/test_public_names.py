@@ -176,3 +176,11 @@ def test_every_public_name_has_a_docstring_and_is_on_a_page(name: str) -> None:
 
     assert inspect.getdoc(getattr(import_module(module), short))
     assert re.search(rf"\b{short}\b", "\n".join(page.read_text("utf-8") for page in pages))
+
+
+def test_docstrings_of_results_name_functions_that_are_public() -> None:
+    for name in blobstore.__all__:
+        text = inspect.getdoc(getattr(blobstore, name)) or ""
+        for function in re.findall(r"^The result of :func:`([\w.]+)`", text):
+            assert function.removeprefix("blobstore.") in blobstore.__all__, name
+            assert function.startswith("blobstore."), name

@@ -109,3 +109,12 @@ def most_like(text: str, names: Collection[str], cutoff: float) -> list[str]:
     near = get_close_matches(text, names, n=2, cutoff=cutoff)
     # A tensor may be asked for by the name of its module.
     return near or [name for name in names if name.startswith(f"{text}.")][:2]
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes with three digits: ``768 B``, ``90.9 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:  # the next unit
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -87,6 +87,7 @@ _MARKS: Final = (
     (0, b"\xfd7zXZ\0", _compressed("xz")),
     (0, b"\x28\xb5\x2f\xfd", _compressed("zstd")),
     (0, b"\x04\x22\x4d\x18", _compressed("lz4")),
+    (0, b"\x8fBSARCH", FileKind("an archive of models", "import them with 'blobstore unpack'")),
     (0, b"7z\xbc\xaf\x27\x1c", _archive("7z")),
     (0, b"Rar!\x1a\x07", _archive("RAR")),
     (257, b"ustar", _TAR),

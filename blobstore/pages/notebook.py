@@ -7,6 +7,7 @@ from html import escape as escape_html
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.escape import bytes_text
 from blobstore.errors import BlobstoreError
 from blobstore.models.tensors import QPARAMS
 from blobstore.pages.largest_models import read_largest
@@ -47,15 +48,15 @@ def store_picture(store: LocalStore) -> str:
         return f"<p>{_text(error)}</p>"
     totals, picture, models = view["totals"], view["freed"], view["models"]
     title = (
-        f"{store.root}: {totals['models']:,} models, {_size(totals['bytes_in_all'])} on disk, "
-        f"{_size(totals['bytes_without_sharing'])} without sharing"
+        f"{store.root}: {totals['models']:,} models, {bytes_text(totals['bytes_in_all'])} on disk, "
+        f"{bytes_text(totals['bytes_without_sharing'])} without sharing"
     )
     cells = []
     for place, (kind, model, size, _, label, *_) in enumerate(picture["cells"]):
         x, y, width, height = picture["wide"][4 * place : 4 * place + 4]
         name = label if model < 0 else models[model]["name"]
         box = x * _WIDTH / 2000, y * _HEIGHT / 1000, width * _WIDTH / 2000, height * _HEIGHT / 1000
-        cells.append((size, box, _COLOURS[kind], name.removesuffix(":latest"), _size(size)))
+        cells.append((size, box, _COLOURS[kind], name.removesuffix(":latest"), bytes_text(size)))
     largest = sorted(cells, key=lambda cell: -cell[0])[:_MAX_CELLS]
     boxes = "".join(_box(*cell[1:]) for cell in largest)
     legend = ", ".join(
@@ -98,7 +99,7 @@ def model_picture(index: TensorIndex) -> str:
             spelled = found["types"][kind]
             more = f" and {count - 1:,} more" if count > 1 else ""
             same = f", alike in {len(rows):,} layers" if len(rows) > 1 else ""
-            text = f"{name}{more}: {spelled}, {shape}, {_size(size)}{same}"
+            text = f"{name}{more}: {spelled}, {shape}, {bytes_text(size)}{same}"
             box = left + column * width, y, width - 2, height - 2
             boxes.append(_box(box, _TYPES[kind % len(_TYPES)], spelled, "", text))
     return _svg(
@@ -171,14 +172,6 @@ def _svg(content: str, width: float, height: float, label: str) -> str:
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="100%" style="max-width:{width:.0f}px" '
         f'role="img" aria-label="{_text(label)}" {_STYLE}>{content}</svg>'
     )
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:  # the next unit
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _text(value: Any) -> str:

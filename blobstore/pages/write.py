@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The result of :func:`write_page`."""
+    """The result of :func:`blobstore.page`."""
 
     path: Path
     size: int

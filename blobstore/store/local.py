@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from blobstore.core import pictures
 from blobstore.core.arguments import local_path
-from blobstore.core.escape import quote
+from blobstore.core.escape import bytes_text, quote
 from blobstore.core.files import (
     is_there,
     make_folders,
@@ -263,10 +263,10 @@ class LocalStore(ManifestReader):
         folder = self.folder("temporary")
         return shutil.disk_usage(next(it for it in (folder, *folder.parents) if is_there(it))).free
 
-    def no_space(self, needed: int) -> StoreError:
-        """Return the error for a store that has no space for so many bytes."""
+    def no_space(self, needed: int, bound: str = "") -> StoreError:
+        """Return the error for a store that has no space for so many bytes, or with ``bound`` for "up to" so many."""
         sizes = (
-            f"{needed / 10**6:,.1f} MB are needed, and {self.free_space() / 10**6:,.1f} MB are free"
+            f"{bound}{bytes_text(needed)} are needed, and {bytes_text(self.free_space())} are free"
         )
         return StoreError(
             f"not enough space for the store {quote(self.root)}: {sizes}",

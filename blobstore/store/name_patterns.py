@@ -11,6 +11,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests.reference import Reference, name_matches
+from blobstore.store.manifests import ManifestReader
 
 if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
@@ -82,7 +83,8 @@ def _matching(reader: ManifestResolver, glob: str) -> list[Reference]:
     """Return the models that a glob matches. Raises ModelNotFound if it matches nothing."""
     if matches := [name for name in reader.references() if name_matches(name, glob)]:
         return matches
-    raise ModelNotFound(f"no model matches {quote(glob)}")
+    where = f" in the store {quote(reader.root)}" if isinstance(reader, ManifestReader) else ""
+    raise ModelNotFound(f"no model matches {quote(glob)}{where}")
 
 
 def _named(reader: ManifestResolver, text: str, *, needs_name: bool) -> Reference:

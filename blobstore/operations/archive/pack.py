@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """The result of :func:`pack_models`."""
+    """The result of :func:`blobstore.pack`."""
 
     path: Path
     references: tuple[Reference, ...]

@@ -57,7 +57,7 @@ _MAX_MAPPED: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """The result of :func:`unpack_archive`."""
+    """The result of :func:`blobstore.unpack`."""
 
     path: Path
     references: tuple[Reference, ...]
@@ -78,7 +78,7 @@ class Unpacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedArchive:
-    """The result of :func:`check_archive`, which found no damage."""
+    """The result of :func:`blobstore.check_archive`, which found no damage."""
 
     path: Path
     references: tuple[Reference, ...]

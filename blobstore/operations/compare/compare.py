@@ -108,7 +108,7 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of :func:`compare_models`."""
+    """The result of :func:`blobstore.compare`."""
 
     reference: Reference | str
     """A name, or the path of a GGUF file."""

@@ -75,7 +75,7 @@ class FileDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The result of :func:`diff_models`."""
+    """The result of :func:`blobstore.diff`."""
 
     ours: Reference | str
     """The name of the first model; a text if it is an address in a registry."""

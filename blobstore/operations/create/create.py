@@ -70,7 +70,7 @@ _MAX_HEADER = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Created:
-    """The result of :func:`create`."""
+    """The result of :func:`blobstore.create`."""
 
     reference: Reference
     digest: Digest
@@ -406,7 +406,7 @@ def with_space(store: LocalStore, blobs: Sequence[BlobPlan], total: int) -> Iter
     except (OSError, BlobstoreError) as error:
         if not is_full(error):
             raise
-        raise store.no_space(needed) from error
+        raise store.no_space(total, "up to ") from error
 
 
 def _described(

@@ -29,7 +29,7 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.planning.plan import quantize_options
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions, advising_download
 from blobstore.sources.gguf_models import EACH_MODEL
-from blobstore.store.download_folders import Downloads
+from blobstore.store.download_folders import Downloads, is_full
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def create_all(
     Raises:
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.
-        StoreError: the store cannot be used. Models imported before that stay.
+        StoreError: the store cannot be used, and not because its disk is full. Models imported before that stay.
         UsageError: a name is given that has a tag, all models have names of their own, or an option is of a
             wrong type.
     """
@@ -132,10 +132,10 @@ def create_all(
                     # The models that it leaves out are imported too.
                     notices = (it for it in created.notices if not it.endswith(EACH_MODEL))
                     created = replace(created, notices=tuple(notices))
-            except StoreError:
-                raise
             except BlobstoreError as failure:
-                error = failure
+                if isinstance(failure, StoreError) and not is_full(failure):
+                    raise
+                error = failure  # smaller ones may have space
             downloads.remove(model.files)
             results.append(
                 CreatedModel(name=name, source=model.source, created=created, error=error)

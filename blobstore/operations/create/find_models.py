@@ -85,7 +85,9 @@ def find_models(source: str | os.PathLike[str], name: str | None = None) -> list
     """
     found, is_model = _find_models(source, name)
     if is_model and len(found) < 2:
-        raise SourceError(f"{quote(source)} is a model itself; create it without --all")
+        raise SourceError(
+            f"{quote(source)} has weights itself; create it, or each of its files, without --all"
+        )
     if not found:
         raise SourceError(
             f"{quote(source)} has no models; expected a cache of the Hub's client, a folder of "

@@ -41,7 +41,7 @@ class FoundPlace(NamedTuple):
 
 
 class FoundPlaces(NamedTuple):
-    """The result of :func:`find_content`."""
+    """The result of :func:`blobstore.find`."""
 
     places: tuple[FoundPlace, ...]
     errors: tuple[BlobstoreError, ...]

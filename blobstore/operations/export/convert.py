@@ -37,7 +37,7 @@ _BATCH_SIZE = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """The result of :func:`convert_checkpoint`."""
+    """The result of :func:`blobstore.convert`."""
 
     path: Path
     tensors: int

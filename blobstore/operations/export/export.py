@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The result of :func:`export_model`."""
+    """The result of :func:`blobstore.export`."""
 
     folder: Path
     files: int

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linked:
-    """The result of :func:`link_model`."""
+    """The result of :func:`blobstore.link`."""
 
     folder: Path
     files: int

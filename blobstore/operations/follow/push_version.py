@@ -54,7 +54,7 @@ _FILE_SIZE: Final = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushedVersion:
-    """The result of :func:`push_version`."""
+    """The result of :func:`blobstore.push_version`."""
 
     reference: Reference
     folder: Path

@@ -83,7 +83,7 @@ class FrozenModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """The result of :func:`freeze_models`."""
+    """The result of :func:`blobstore.freeze`."""
 
     references: tuple[Reference, ...]
     bases: tuple[tuple[Reference, Reference], ...]
@@ -165,7 +165,7 @@ def freeze_models(
     names = named_models(store, references)
     if not names and age is None:
         raise UsageError(
-            "name the models to freeze, or give the age from which on models are frozen"
+            "name the models to freeze, such as '*' for all, or give an age with older_than='30d'"
         )
     estimator = SizeEstimator(store, level)
     plan = plan_freeze(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thawed:
-    """The result of :func:`thaw_models`."""
+    """The result of :func:`blobstore.thaw`."""
 
     references: tuple[Reference, ...]
     blobs: int

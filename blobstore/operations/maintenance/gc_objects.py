@@ -39,7 +39,7 @@ _BATCH: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedObjects:
-    """The result of :func:`collect_objects`."""
+    """The result of :func:`blobstore.gc_remote`."""
 
     removed: tuple[ObjectInfo, ...] = field(repr=False)
     """Blobs that were deleted, or would be, and notes about manifests that no name has."""

@@ -83,7 +83,7 @@ class RepairedBlob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """The result of :func:`repair_models`."""
+    """The result of :func:`blobstore.repair`."""
 
     verified: Verified
     """The faults before the repair of blobs."""

@@ -75,7 +75,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The result of :func:`verify_models`. Faults are in the order of models and layers."""
+    """The result of :func:`blobstore.verify`. Faults are in the order of models and layers."""
 
     models: int = 0
     blobs: int = 0

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signed:
-    """The result of :func:`sign_model`."""
+    """The result of :func:`blobstore.sign`."""
 
     reference: Reference
     digest: Digest

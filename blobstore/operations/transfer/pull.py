@@ -58,7 +58,7 @@ STREAMS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """The result of :func:`pull_model`."""
+    """The result of :func:`blobstore.pull`."""
 
     remote: RemoteReference | ModelAddress
     reference: Reference

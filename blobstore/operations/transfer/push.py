@@ -63,7 +63,7 @@ _COLD_WORK: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """The result of :func:`push_model`."""
+    """The result of :func:`blobstore.push`."""
 
     reference: Reference
     remote: RemoteReference | ModelAddress

@@ -26,5 +26,8 @@ def test_a_glob_says_where_it_looked_for_a_shared_model(
     monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "own"))
     missing = run("export", "den*", tmp_path / "out", exit_code=3).stderr
     assert f"the shared store '{stored.root}' has 'dense:latest'; a glob stands for" in missing
-    assert "no model matches 'x*'\n" in run("export", "x*", tmp_path / "out", exit_code=3).stderr
+    assert (
+        "no model matches 'x*' in the store '"
+        in run("export", "x*", tmp_path / "out", exit_code=3).stderr
+    )
     assert f"store         {stored.root}\n" in run("info", "dense").stdout

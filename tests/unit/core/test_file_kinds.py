@@ -62,6 +62,7 @@ STORED = {
     "onnx": (b"\x08\x08\x12\x07pytorch", "an ONNX file"),
     "gpt-sovits": (b"05\3\4" + bytes(30), "GPT-SoVITS"),
     "rar": (b"Rar!\x1a\x07\1\0", "a RAR archive"),
+    "bsar": (b"\x8fBSARCH\1", "an archive of models"),
     "llamafile": (b"MZqFpD='\n", "a llamafile"),
 }  # fmt: skip
 

@@ -255,7 +255,7 @@ def test_requires_free_space_for_all_blobs(path: Path, tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2**16) as disk:
         store = LocalStore(disk / "store")
         with pytest.raises(
-            StoreError, match="not enough space for the store .* MB are needed, and .* MB are free"
+            StoreError, match="not enough space for the store .* are needed, and .* are free"
         ):
             unpack_archive(path, store=store)
         assert nothing_left(store)

@@ -93,7 +93,7 @@ def test_folders_with_pieces_are_models(store: LocalStore, tmp_path: Path) -> No
         ("run/step_1:latest", None),
         ("trained:latest", None),
     ]
-    with pytest.raises(SourceError, match="is a model itself; create it without --all"):
+    with pytest.raises(SourceError, match="has weights itself; create it, or each of its files"):
         create_all(tmp_path / "m" / "plain", store=store)
 
 
@@ -149,9 +149,9 @@ def test_refuses_folders_without_models_and_models(store: LocalStore, models: Pa
         create_all(models / "none", store=store)
     with pytest.raises(SourceError, match="has no models; expected a cache"):
         create_all(models / "notes", store=store)
-    with pytest.raises(SourceError, match="is a model itself; create it without --all"):
+    with pytest.raises(SourceError, match="has weights itself; create it, or each of its files"):
         create_all(models / "dense", store=store)
-    with pytest.raises(SourceError, match="is a model itself"):
+    with pytest.raises(SourceError, match="has weights itself"):
         create_all(cached(models, "a/b"), store=store)
 
 
@@ -159,6 +159,15 @@ def test_a_store_that_fails_ends_it(models: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError):
         create_all(models, store=tmp_path / "file")
+
+
+def test_a_full_disk_fails_models_and_not_the_import_of_others(
+    store: LocalStore, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "free_space", lambda _: 10)
+    errors = [str(model.error) for model in create_all(models, store=store)]
+    assert ["not enough space" in error for error in errors] == [False, True, True]
+    assert " kB are needed, and 10 B are free" in errors[1]
 
 
 def test_the_command_prints_a_table_and_its_status_tells(
@@ -233,7 +242,7 @@ def test_a_model_with_checkpoints_in_folders_stays_one_model(models: Path, name:
     (models / "model.safetensors").write_bytes(b"x")
     (models / name).write_text("{}")
     assert loose_files(models) == []
-    with pytest.raises(SourceError, match="is a model itself"):
+    with pytest.raises(SourceError, match="has weights itself"):
         create_all(models, dry_run=True)
 
 

@@ -98,7 +98,9 @@ def test_the_cache_of_llama_cpp_has_all_repositories_in_one_folder(
 
 def test_one_quantization_is_a_model_itself(tmp_path: Path) -> None:
     write_all(tmp_path, "x-Q4_0.gguf", "mmproj-F16.gguf")
-    with pytest.raises(SourceError, match="is a model itself; create it without --all"):
+    with pytest.raises(
+        SourceError, match="has weights itself; create it, or each of its files, without --all"
+    ):
         names(tmp_path)
 
 
