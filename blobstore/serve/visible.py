@@ -118,7 +118,7 @@ class Visible:
     ) -> dict[_Key, Reference]:
         """Return the first keys with a name in the store that is seen, and the first of these names."""
         found: dict[_Key, Reference] = {}
-        groups, count = iter(groups), max(limit, MANY)
+        groups, count = iter(groups), max(limit, MANY // 16)
         while len(found) < limit and (some := list(islice(groups, count))):
             count = min(2 * count, sys.maxsize)
             seen = set(self._seen(names[0] for _, names in some))
