@@ -55,8 +55,9 @@ class Asked(NamedTuple):
 
     @classmethod
     def unnamed(cls, repository: Reference, revision: str) -> Asked | None:
-        """Return the version of a revision that no name here stands for; None if git allows no such revision."""
-        if not _is_revision(revision):
+        """Return the version of a revision that no name here stands for; None if git, or a request, can have no such revision."""
+        is_short = len(revision) <= _MAX_REVISION and revision.isprintable()
+        if not (is_short and REVISION.fullmatch(revision)):
             return None
         tag = hashlib.sha1(revision.encode(), usedforsecurity=False).hexdigest()
         stand_in = Reference(*repository.parts[:3], tag)
@@ -203,9 +204,3 @@ def hidden_copies(origins: Iterable[Origin | None], everyone: Visible) -> list[A
     repositories = ((repository_of(*one.split("/")), commit) for one, commit in sorted(commits))
     several = (Asked.of(one, commit) for one, commit in repositories if one)
     return [one for one in several if one]
-
-
-def _is_revision(text: str) -> bool:
-    """Return whether git allows a revision, and a request to the upstream can have it."""
-    is_short = len(text) <= _MAX_REVISION and text.isprintable()
-    return is_short and REVISION.fullmatch(text) is not None

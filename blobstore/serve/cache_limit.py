@@ -214,8 +214,10 @@ class CacheLimit:
 
         def freed(item: _Removable, only: set[str]) -> set[str] | None:
             nonlocal leased
-            if not isinstance(item, _BrokenOff) and (own is None or not self._is_idle(item)):
-                return None
+            if not isinstance(item, _BrokenOff):
+                keys = (key for _, key in item.manifests)
+                if own is None or not all(self._library.is_idle(one, IDLE_SECONDS) for one in keys):
+                    return None
             if not only.isdisjoint(leased):
                 leased = self._leased()  # that of this process has just ended for an idle model
             # What a model that arrives has in common with it stays. If all is leased, it is in use elsewhere.
@@ -296,9 +298,6 @@ class CacheLimit:
         with contextlib.suppress(BlobstoreError):
             return self._store.has_blobs(Manifest.from_bytes(former).blobs)
         return False
-
-    def _is_idle(self, version: _Fetched) -> bool:
-        return all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests)
 
     def _remove(self, chosen: Sequence[tuple[_Removable, set[str]]]) -> None:
         """Remove models, each with the blobs that go with it. All manifests are looked at once, and not for each."""

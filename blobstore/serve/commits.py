@@ -21,7 +21,7 @@ from blobstore.serve.expiring import bounded
 from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag, name_of
 from blobstore.serve.tags import settled_until
-from blobstore.serve.unprepared import NotListed, UnknownSource, prepared
+from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.store.fetched import fetched_from, is_of_peer
 from blobstore.store.history import read_former
 
@@ -122,7 +122,7 @@ class Commits:
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
         """Return what names in the store were fetched from: None for the store's own, nothing for absent ones.
 
-        Raises UnknownSource.
+        Raises NotListed.
         """
         found: dict[Reference, Origin | None] = {}
         changed = []
@@ -138,7 +138,7 @@ class Commits:
             else:
                 found[reference] = self._origin(known[1])
         if changed:
-            raise UnknownSource(self._find_sources, tuple(changed))
+            raise NotListed(self._find_sources, tuple(changed))
         return found
 
     def _find_sources(self, references: Iterable[Reference]) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core import limits
+from blobstore.core.capacity import HASH
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests.media_types import SOURCE
@@ -33,7 +34,7 @@ from blobstore.serve.ownership import Ownership, Ownerships
 from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels
 from blobstore.serve.tags import Tags
-from blobstore.serve.unprepared import NotHashed, NotPrepared, prepared
+from blobstore.serve.unprepared import NotPrepared, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -248,7 +249,7 @@ class Library:
         if reference != tag:
             found = self._artifacts.get((tag, version))
             if found is None or not self._protection.touch(found.model):
-                raise NotHashed(self._make_image, tag, reference, version)
+                raise NotPrepared(self._make_image, tag, reference, version, threads=HASH)
             return found
         known, found = self._names.get(reference), None
         if known and known[0] == version:
@@ -286,7 +287,7 @@ class Library:
             NotPrepared: blobs of the store were frozen or thawed since it was asked for.
         """
         if artifact.layers and artifact.cold_version != cold_version(self.store):
-            raise NotHashed(self._list_cold, artifact)
+            raise NotPrepared(self._list_cold, artifact, threads=HASH)
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only, or else this one.
@@ -396,7 +397,7 @@ class Library:
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
-            raise NotHashed(self._hash, model)
+            raise NotPrepared(self._hash, model, threads=HASH)
         return model
 
     def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:

@@ -52,7 +52,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotAsked, NotFetched, NotTried, wait_for
+from blobstore.serve.unprepared import NotFetched, wait_for
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.visible import Visible
 
@@ -326,13 +326,14 @@ class PullThrough:
         is_public = pulled.is_public(asked.repository)
         if token and not (is_public and self._refused_lately(asked, EVERYONE) is None):
             has_right = self._rights.has_had(client_of(token), asked.repository, asked.revision)
-            return (NotFetched if has_right else NotTried)(ask, asked, token)
+            # Anyone can make up tokens.
+            return NotFetched(ask, asked, token, threads=None if has_right else capacity.TRY)
         is_here = (
             (asked.repository, asked.revision) in pulled.records()
             if asked.is_commit
             else self._store.manifest_version(asked.reference) is not None
         )
-        return (NotFetched if is_here and is_public else NotAsked)(ask, asked, "")
+        return NotFetched(ask, asked, "", threads=None if is_here and is_public else capacity.ASK)
 
     def _known(self, asked: Asked) -> Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.

@@ -28,7 +28,7 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     import os
     import ssl
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from blobstore.serve.messages import Request, Response
@@ -113,7 +113,8 @@ def serve(
     # What it fetches gets names, which are given in a store itself.
     fetches = upstream is not None or peers
     lines = Log(log)
-    own, *below = _stores(store, is_alone=bool(fetches))
+    own = LocalStore.of(store)
+    below = [own.shared] if own.shared is not None and not fetches else []
     library, shared = Library(own, allow), [Library(one, allow, lines.note) for one in below]
     fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
     tokens: Watched[Access] | None = None
@@ -208,13 +209,6 @@ def _prewarmed(
     from blobstore.serve.prewarm import Prewarm
 
     return Prewarm(file, library, through, log.note).close
-
-
-def _stores(store: StoreLike, *, is_alone: bool) -> Iterator[LocalStore]:
-    """Yield a store, and the shared one below it unless it is alone."""
-    yield (local := LocalStore.of(store))
-    if local.shared is not None and not is_alone:
-        yield local.shared
 
 
 def _look_ahead(*libraries: Library) -> None:

@@ -127,7 +127,7 @@ class SharedWork:
     def _take_turns(self, job: _Job) -> None:
         """Let others go on, if this job has had its turn. Called on its threads."""
         with job.turning:
-            if self._turns.is_wanted and time.monotonic() - job.turn_begun >= _TURN_SECONDS:
+            if self._turns.waiting and time.monotonic() - job.turn_begun >= _TURN_SECONDS:
                 self._turns.end()
                 self._begin_turn(job)
 
@@ -159,13 +159,8 @@ class _Turns:
 
     def __init__(self, at_once: int) -> None:
         self._free, self._lock = at_once, threading.Lock()
-        self._waiting: list[tuple[int, int, threading.Event]] = []
+        self.waiting: list[tuple[int, int, threading.Event]] = []
         self._numbers = itertools.count()
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a thread waits for a turn."""
-        return bool(self._waiting)
 
     def begin(self, had: int) -> None:
         """Wait for a turn, for a thread that has ``had`` so many."""
@@ -174,13 +169,13 @@ class _Turns:
                 self._free -= 1
                 return
             mine = threading.Event()
-            heappush(self._waiting, (had, next(self._numbers), mine))
+            heappush(self.waiting, (had, next(self._numbers), mine))
         mine.wait()
 
     def end(self) -> None:
         """Give a turn to the next thread."""
         with self._lock:
-            if self._waiting:
-                heappop(self._waiting)[-1].set()
+            if self.waiting:
+                heappop(self.waiting)[-1].set()
             else:
                 self._free += 1

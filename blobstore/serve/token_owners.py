@@ -9,12 +9,13 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from blobstore.core.capacity import TRY
 from blobstore.errors import RemoteError
 from blobstore.serve.expiring import Expiring
 from blobstore.serve.messages import failure, json_response
 from blobstore.serve.refusal import Refusal, unauthorized
 from blobstore.serve.rights import client_of
-from blobstore.serve.unprepared import NotTried
+from blobstore.serve.unprepared import NotFetched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class TokenOwners:
         """Return the name of the client with a token. Raises Refusal or NotPrepared."""
         found = self._known.get(client_of(token))
         if found is None:
-            raise NotTried(self._ask, token)
+            raise NotFetched(self._ask, token, threads=TRY)
         if isinstance(found, Refusal):
             raise found.again()
         return found

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from blobstore.core.capacity import Capacity
+
 Result = TypeVar("Result")
 
 
@@ -33,26 +35,17 @@ class NotPrepared(Exception):
     pause = 0.1
     """Seconds until the same work is asked for again, because another thread has not finished it."""
 
-    def __init__(self, prepare: Callable[..., object], *key: object) -> None:
+    def __init__(
+        self, prepare: Callable[..., object], *key: object, threads: Capacity | None = None
+    ) -> None:
         super().__init__("call prepare, and ask again")
+        self.threads = threads or self.threads
         self.prepare: Callable[[], object] = partial(prepare, *key)
         self.key = (prepare, *key)
 
 
-class NotHashed(NotPrepared):
-    """All bytes of a model have to be read first. Other models do not wait for that."""
-
-    threads = capacity.HASH
-
-
-class UnknownSource(NotPrepared):
-    """The origins of names have to be read first."""
-
-    is_counted = False
-
-
 class NotListed(NotPrepared):
-    """Names, or their manifests, have to be listed first."""
+    """Names, or their manifests or origins, have to be listed first."""
 
     is_counted = False
 
@@ -62,18 +55,6 @@ class NotFetched(NotPrepared):
 
     is_counted = False
     threads = capacity.FETCH
-
-
-class NotAsked(NotFetched):
-    """Another server has to be asked about what nothing is known of. Fetches of others do not wait for that."""
-
-    threads = capacity.ASK
-
-
-class NotTried(NotFetched):
-    """Another server has to be asked whether it takes a token. Anyone can make up tokens, so nothing else waits for that."""
-
-    threads = capacity.TRY
 
 
 class List(NotPrepared):

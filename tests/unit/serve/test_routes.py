@@ -19,7 +19,7 @@ from blobstore.serve.access import Access, Token
 from blobstore.serve.library import Library
 from blobstore.serve.messages import Request, Response
 from blobstore.serve.routes import answer
-from blobstore.serve.unprepared import List, NotListed, NotPrepared, UnknownSource, prepared
+from blobstore.serve.unprepared import List, NotListed, NotPrepared, prepared
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 from tests.support.serve import ask, body_of, json_of
@@ -266,7 +266,7 @@ def test_no_model_is_prepared_where_lists_are_made(library: Library, target: str
     assert isinstance(work, List)
     assert isinstance(work.prepare, partial)
     for part in works_for(work.prepare.args[0]):
-        assert isinstance(part, NotListed | UnknownSource) or part.key[0] == library._describe
+        assert isinstance(part, NotListed) or part.key[0] == library._describe
 
 
 @given(

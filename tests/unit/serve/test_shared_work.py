@@ -196,7 +196,7 @@ def test_work_that_has_had_the_fewest_turns_is_next(monkeypatch: pytest.MonkeyPa
         for name, pieces in (("medium", 4), ("short", 1), ("none", 0)):
             tasks.append(asyncio.create_task(work.result(name, job, name, pieces)))
             await asyncio.sleep(0)
-        while len(work._turns._waiting) < 3:  # noqa: ASYNC110 - nothing else reports it
+        while len(work._turns.waiting) < 3:  # noqa: ASYNC110 - nothing else reports it
             await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(*tasks)

@@ -18,7 +18,7 @@ from blobstore.planning.import_options import ImportOptions
 from blobstore.serve.library import Library, ServedModel
 from blobstore.serve.messages import Content
 from blobstore.serve.pulled import Origin
-from blobstore.serve.unprepared import UnknownSource, prepared
+from blobstore.serve.unprepared import NotListed, prepared
 from blobstore.serve.visible import Visible
 from blobstore.sources.hub_listing import ListedFile
 from blobstore.sources.open import open_source
@@ -236,7 +236,7 @@ def test_the_origin_of_a_model_is_not_that_of_one_which_replaced_it(
             return read(store, reference)
 
         prepared(lambda: library.keys(copies[0]))
-        with pytest.raises(UnknownSource) as unknown:
+        with pytest.raises(NotListed) as unknown:
             library.origins(copies)
         patch.setattr(LocalStore, "read_manifest", replaced)
         unknown.value.prepare()
