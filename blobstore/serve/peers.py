@@ -268,7 +268,7 @@ class Peers:
                 left -= arriving
                 fetched.update(missing)
                 fetch.check_sent(unproven)
-                sent = fetch.run(ingest)
+                sent = fetch.run(ingest, shared)
                 # Others may have come into the store since, of models that the client may not read.
                 late = [one for one in source.blobs if one.digest.hex in missing.keys() - sent]
                 fetch.check_sent(_others(late, shared))
@@ -411,19 +411,27 @@ class PeerFetch:
         for one in list(self._sources):
             one.source.client.abort()
 
-    def run(self, ingest: Ingest) -> set[str]:
+    def run(
+        self, ingest: Ingest, shared: Callable[[Collection[Digest]], Collection[Digest]]
+    ) -> set[str]:
         """Fetch the blobs that the store lacks, and give them their names; return the hex digests of those that were sent.
+
+        See :meth:`Peers.files` for ``shared``: what others than those who may read the model have is no base of it, or
+        peers would learn that it is here.
 
         Raises:
             BlobMissing, BlobDamaged: no peer has sent a blob with its digest.
             StoreError: the store cannot be written, or is short of space.
         """
         missing = [blob for blob in self._blobs if ingest.find(*blob.id) is None]
+        layers = self._cold_layers()
+        bases = {one.base.digest for one in layers.values() if one.base}
+        known = {*shared(bases), *(blob.digest for blob in self._blobs)}
         usable = usable_layers(
             self._store,
-            self._cold_layers(),
+            layers,
             missing,
-            lambda base: ingest.find(*base) is not None,
+            lambda base: base.digest in known and ingest.find(*base) is not None,
         )
         workers = WorkerPool(_STREAMS, None, sum(blob.size for blob in missing))
         attempts = len(self._sources) + 1  # each peer once, and what an earlier process has left

@@ -175,6 +175,13 @@ def test_a_frozen_model_moves_as_deltas(
         with found.files(wanted(store, "org/tuned"), SIZE) as answers:
             files = bytes_of(other, next(answers).files)
         assert server.metric("sent_bytes_total") - before < 1.05 * cold_size
+        another = LocalStore(tmp_path / "another")
+        pull_model(f"{server.url}/org/base", "org/base", store=another)
+        before = server.metric("sent_bytes_total")
+        hidden = Peers(another, [Peer.parse(server.url)], log)
+        with hidden.files(wanted(store, "org/tuned"), SIZE, shared=lambda _: ()) as answers:
+            assert bytes_of(another, next(answers).files) == files
+        assert server.metric("sent_bytes_total") - before > 2 * cold_size, "it shows what is here"
     assert files == bytes_of(store, model_files(store, store.resolve("org/tuned")))
 
 
