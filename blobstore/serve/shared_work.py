@@ -3,19 +3,18 @@
 Work that no request waits for any more is not begun, and gives way if it has begun and other work waits for a thread.
 Otherwise it goes on: a client that asks again after status 503 finds it done.
 
-Work that reads many bytes takes turns. Who has had the fewest is next, so that what is small never waits for terabytes.
+Work that reads many bytes takes turns, so that what is small never waits for terabytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from blobstore.core import interrupts
@@ -40,7 +39,6 @@ class _Job:
     key: Hashable
     work: Callable[[], Any]
     waiting: int = 0
-    turns: int = 0
     turn_begun: float = 0.0
     turning: threading.Lock = field(default_factory=threading.Lock)
     """Held by a thread of the job that waits for the next turn, for which the others wait, too."""
@@ -121,8 +119,8 @@ class SharedWork:
             self._turns.end()
 
     def _begin_turn(self, job: _Job) -> None:
-        self._turns.begin(job.turns)
-        job.turns, job.turn_begun = job.turns + 1, time.monotonic()
+        self._turns.begin()
+        job.turn_begun = time.monotonic()
 
     def _take_turns(self, job: _Job) -> None:
         """Let others go on, if this job has had its turn. Called on its threads."""
@@ -155,27 +153,26 @@ class SharedWork:
 
 
 class _Turns:
-    """Lets some threads compute at once, and others after them: those first that have had the fewest turns."""
+    """Lets some threads compute at once, and others after them, in the order in which they ask for a turn."""
 
     def __init__(self, at_once: int) -> None:
         self._free, self._lock = at_once, threading.Lock()
-        self.waiting: list[tuple[int, int, threading.Event]] = []
-        self._numbers = itertools.count()
+        self.waiting: deque[threading.Event] = deque()
 
-    def begin(self, had: int) -> None:
-        """Wait for a turn, for a thread that has ``had`` so many."""
+    def begin(self) -> None:
+        """Wait for a turn."""
         with self._lock:
             if self._free:
                 self._free -= 1
                 return
             mine = threading.Event()
-            heappush(self.waiting, (had, next(self._numbers), mine))
+            self.waiting.append(mine)
         mine.wait()
 
     def end(self) -> None:
         """Give a turn to the next thread."""
         with self._lock:
             if self.waiting:
-                heappop(self.waiting)[-1].set()
+                self.waiting.popleft().set()
             else:
                 self._free += 1

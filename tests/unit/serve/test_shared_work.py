@@ -177,30 +177,30 @@ def test_work_that_takes_turns_lets_all_others_go_first(
     run(test())
 
 
-def test_work_that_has_had_the_fewest_turns_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_passes_work_that_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise clients that leave and come again would keep it waiting for ever."""
     monkeypatch.setattr(shared_work, "_TURN_SECONDS", 0.0)
 
     async def test() -> None:
         work, done = SharedWork(TURNS), list[str]()
         is_begun, go_on = threading.Event(), threading.Event()
 
-        def job(name: str, pieces: int) -> None:
+        def job(name: str) -> None:
             is_begun.set()
             assert go_on.wait(SECONDS)
-            for _ in range(pieces):
-                interrupts.take_turns()
+            interrupts.take_turns()
             done.append(name)
 
-        tasks = [asyncio.create_task(work.result("long", job, "long", 9))]
-        assert await asyncio.to_thread(is_begun.wait, SECONDS)
-        for name, pieces in (("medium", 4), ("short", 1), ("none", 0)):
-            tasks.append(asyncio.create_task(work.result(name, job, name, pieces)))
+        tasks = []
+        for number, name in enumerate(("first", "second", "third")):
+            tasks.append(asyncio.create_task(work.result(name, job, name)))
             await asyncio.sleep(0)
-        while len(work._turns.waiting) < 3:  # noqa: ASYNC110 - nothing else reports it
-            await asyncio.sleep(0)
+            assert await asyncio.to_thread(is_begun.wait, SECONDS)
+            while len(work._turns.waiting) < number:  # noqa: ASYNC110 - nothing else reports it
+                await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(*tasks)
-        assert done == ["none", "short", "medium", "long"]
+        assert done == ["first", "second", "third"]
         work.close()
 
     run(test())
