@@ -77,7 +77,7 @@ def answer(
     def found() -> Response:
         target = parse_target(request.target)
         # Before the token is checked, because probes have none.
-        if (status := _probe(target, library)) is not None:
+        if (status := _probe(target, library, shared)) is not None:
             return status
         # Before all else: a client without access must not learn which addresses there are.
         client = access.client(request, target)
@@ -165,14 +165,15 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _probe(target: Target, library: Library) -> Response | None:
+def _probe(target: Target, library: Library, shared: Library | None) -> Response | None:
     """Return the response to a question whether the server lives or is ready; None to others."""
     if target.segments == ("readyz",):
         if library.awaited:
             return failure(f"{len(library.awaited)} models of the lock file are not there yet", 503)
         with contextlib.suppress(BlobstoreError):
             library.store.check_root()
-            if os.access(library.store.root, os.R_OK | os.X_OK):
+            roots = (one.store.root for one in (library, shared) if one is not None)
+            if all(os.access(root, os.R_OK | os.X_OK) for root in roots):
                 return bytes_response(b"ok\n")
         return failure("the store cannot be read", 503)
     if target.segments != ("healthz",):

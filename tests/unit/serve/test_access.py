@@ -65,6 +65,10 @@ def test_a_server_is_ready_while_its_store_is_there(tmp_path: Path) -> None:
     assert ask(library, "/healthz").status == 200
     library.store.root.mkdir()
     assert ask(library, "/readyz").status == 200
+    shared = Library(LocalStore(tmp_path / "shared"))
+    assert ask(library, "/readyz", shared=shared).status == 503
+    shared.store.root.mkdir()
+    assert ask(library, "/readyz", shared=shared).status == 200
 
 
 @pytest.mark.parametrize(
