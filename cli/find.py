@@ -54,7 +54,9 @@ def command(what: str, store: LocalStore, out: Output) -> None:
     if not (found.places or found.errors):
         advice = "" if is_pattern(what) else arguments.glob_advice(what, has_near=found.has_near)
         raise NotFound(
-            f"no model is called {quote(what)}, or has such a blob, tensor or file", advice=advice
+            f"no model in the store {quote(store.root)} is called {quote(what)}, or has such a blob, "
+            "tensor or file",
+            advice=advice,
         )
     rows.end({"errors": found.errors})
     output.exit_with(found.errors)

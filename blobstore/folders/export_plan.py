@@ -375,7 +375,7 @@ def _folder_tensors(
         if spec.shape[:1] != (len(sources),):
             raise BlobDamaged(
                 f"tensor {quote(stored.name)} of shape {list(spec.shape)} is listed as a stack of "
-                f"{len(sources)} tensors"
+                f"length {len(sources)}"
             )
         size = (end - begin) // len(sources)
         for part, name in enumerate(sources):

@@ -112,7 +112,7 @@ def _places(model: ModelContents) -> dict[str, _Place]:
                 if spec.shape[:1] != (len(sources),) or not _are_experts(name, sources):
                     raise BlobDamaged(
                         f"tensor {quote(name)} of shape {list(spec.shape)} is listed as a stack of "
-                        f"{len(sources)} tensors, which are not its experts in order"
+                        f"length {len(sources)}, of tensors that are not its experts in order"
                     )
                 spec = spec._replace(shape=spec.shape[1:])  # noqa: PLW2901
             size = (end - begin) // len(sources)

@@ -58,8 +58,8 @@ def stacked_names(model: Model) -> dict[str, list[str]]:
         shape = specs[name].shape if name in specs else ()
         if shape[:1] != (len(sources),):
             raise BlobDamaged(
-                f"{model.reference}: tensor {quote(name)} is listed as a stack of {len(sources)} "
-                f"tensors, but {f'has shape {list(shape)}' if shape else 'does not exist'}"
+                f"{model.reference}: tensor {quote(name)} is listed as a stack of length "
+                f"{len(sources)}, but {f'has shape {list(shape)}' if shape else 'does not exist'}"
             )
         for source in sources:
             if source in used:

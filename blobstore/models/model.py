@@ -156,7 +156,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""
-        return f"<Model {self.reference}: {len(self)} tensors{closed}>"
+        return f"<Model {self.reference}: {len(self)} tensor{'s' * (len(self) != 1)}{closed}>"
 
     def _repr_html_(self) -> str:
         """Return a table and a picture of the tensors, which notebooks show."""

@@ -284,8 +284,9 @@ def _select_weights(
             if not tree.has(joined(folder, name)):
                 raise DamagedSource(
                     f"shard {tree.label(joined(folder, name))} is missing; "
-                    f"{tree.label(joined(folder, index))} places "
-                    f"{list(weight_map.values()).count(name)} tensors in it",
+                    f"tensors that "
+                    f"{tree.label(joined(folder, index))} places in it: "
+                    f"{list(weight_map.values()).count(name)}",
                     advice=COMPLETE
                     + f", or choose other weights with --weights {shell_word(others[0])}"
                     if others

@@ -229,7 +229,7 @@ def _unstacked(
         if members and stored.shape[:1] != (len(members),):
             raise BlobDamaged(
                 f"tensor {quote(stored.name)} of shape {list(stored.shape)} is listed as a stack "
-                f"of {len(members)} tensors"
+                f"of length {len(members)}"
             )
         parts = [
             SourceTensor(name, stored, place, len(members)) for place, name in enumerate(members)

@@ -82,8 +82,8 @@ def test_a_packed_model_has_no_stacks(store: LocalStore, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("stacks", "message"),
     [
-        ({"other": ["a"]}, r"'other' is listed as a stack of 1 tensors, but does not exist"),
-        ({UP: ["a"]}, r"up_proj.weight' is listed as a stack of 1 tensors, but has shape \[12, 6"),
+        ({"other": ["a"]}, r"'other' is listed as a stack of length 1, but does not exist"),
+        ({UP: ["a"]}, r"up_proj.weight' is listed as a stack of length 1, but has shape \[12, 6"),
         ({UP: ["a"] * 12}, "two tensors were both called 'a'"),
         (
             {UP: ["model.layers.0.mlp.gate.weight", *map(str, range(11))]},

@@ -1250,3 +1250,9 @@ def test_a_store_lists_and_opens_its_models(store: LocalStore) -> None:
         assert isinstance(model.store, blobstore.LocalStore)
     assert isinstance(blobstore.LocalStore.of(store.root), blobstore.LocalStore)
     assert {"list", "open"} <= set(dir(own))
+
+
+def test_a_model_of_one_tensor_is_shown_as_such(store: LocalStore) -> None:
+    blobstore.save({"w": np.ones(1)}, "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert repr(model) == "<Model m:latest: 1 tensor>"

@@ -131,7 +131,8 @@ def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
     write_folder(tmp_path, ONE | TWO, shards=2)
     (tmp_path / SHARDS[1]).unlink()
     with pytest.raises(
-        DamagedSource, match=f"shard '.*{SHARDS[1]}' is missing; .*{INDEX}' places 1 tensors in it"
+        DamagedSource,
+        match=f"shard '.*{SHARDS[1]}' is missing; tensors that .*{INDEX}' places in it: 1",
     ):
         Found(tmp_path)
 

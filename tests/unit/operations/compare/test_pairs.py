@@ -169,7 +169,7 @@ def test_rejects_a_list_of_stacks_that_does_not_fit(store: LocalStore) -> None:
     with pytest.raises(BlobDamaged, match=r"model a:latest: two tensors .* be called 'y\.0'"):
         paired(store, "a", "b")
     with_stacks(store, "b", {"x": ["z"]})
-    with pytest.raises(BlobDamaged, match=r"model b:latest: tensor 'x' .* a stack of 1 tensors"):
+    with pytest.raises(BlobDamaged, match=r"model b:latest: tensor 'x' .* a stack of length 1"):
         paired(store, "b", "b")
 
 

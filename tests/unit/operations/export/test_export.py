@@ -577,7 +577,7 @@ def test_rejects_a_quantized_stack_of_another_count(
         for projection in ("up_proj", "down_proj")
     }
     add_layers(store, (media_types.STACKS, "", json.dumps(stacks).encode()))
-    with pytest.raises(BlobDamaged, match=r"\[12, .* is listed as a stack of 11 tensors"):
+    with pytest.raises(BlobDamaged, match=r"\[12, .* is listed as a stack of length 11"):
         export_model(NAME, out, store=store, dequantize=dequantize)
 
 

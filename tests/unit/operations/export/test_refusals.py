@@ -167,8 +167,8 @@ NAMES = [f"x.{number}" for number in range(12)]
         (b'{"a": [1]}', "not an object of lists"),
         (b'{"a": []}', "not an object of lists"),
         (b'{"a": ["b"]}', "names 'a', which does not exist"),
-        ({GATE: NAMES[:-1]}, r"of shape \[12, 6, 4\] is listed as a stack of 11 tensors"),
-        ({GATE: [*NAMES, "more"]}, "is listed as a stack of 13 tensors"),
+        ({GATE: NAMES[:-1]}, r"of shape \[12, 6, 4\] is listed as a stack of length 11"),
+        ({GATE: [*NAMES, "more"]}, "is listed as a stack of length 13"),
         ({GATE: [*NAMES[:-1], "x.0"]}, "two tensors would both be exported as 'x.0'"),
         (
             {GATE: [*NAMES[:-1], "model.layers.0.mlp.gate.weight"]},
@@ -191,7 +191,9 @@ def test_rejects_a_scalar_in_the_list_of_stacked_tensors(
     write: Write, dense: Path, store: LocalStore, out: Path
 ) -> None:
     add_layers(store, (media_types.STACKS, "", b'{"scalar": ["a"]}'))
-    with pytest.raises(BlobDamaged, match=r"'scalar' of shape \[\] is listed as a stack of 1"):
+    with pytest.raises(
+        BlobDamaged, match=r"'scalar' of shape \[\] is listed as a stack of length 1"
+    ):
         write(NAME, out, store=store)
 
 
