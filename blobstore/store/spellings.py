@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.files import FileVersion, open_own, read_exactly
 from blobstore.errors import StoreError
@@ -40,6 +40,10 @@ class Spellings:
         """The inode of the journal, and the bytes of it that were read."""
         self._lock = threading.Lock()
         """Of what is known, which threads ask for outside the lock of the store."""
+
+    def __reduce__(self) -> Any:
+        """Let a store be sent to another process, which lists the folders itself."""
+        return Spellings, (self._manifests, self._journal)
 
     def of(self, parts: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the paths of hosts, namespaces, models or tags that differ from this one in case at most, sorted.

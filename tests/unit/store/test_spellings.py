@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -176,3 +177,10 @@ def test_a_long_journal_begins_again(
     assert 0 in sizes
     assert max(sizes) <= 1000
     assert one.of((*repository, "TAG19")) == [(*repository, "tag19")]
+
+
+def test_another_process_lists_the_names_itself(folder: Path) -> None:
+    add(folder, "v1")
+    known = spellings_of(folder)
+    asked = ("HOST", "org", "model", "V1")
+    assert pickle.loads(pickle.dumps(known)).of(asked) == known.of(asked) != []
