@@ -340,9 +340,7 @@ def models(
     from blobstore.store.permissions import name_concerns
 
     if needs_store:
-        store.check_root()
-        if not store.root.exists():
-            raise _no_store(store)
+        store.check_there()
     found = chain.from_iterable(_named(store, text, needs_name=needs_name) for text in texts)
     references = tuple(dict.fromkeys(found))
     show_note(*name_concerns(store, references))

@@ -19,6 +19,7 @@ from blobstore.core.files import (
 )
 from blobstore.errors import (
     BlobstoreError,
+    NotFound,
     StoreError,
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
@@ -27,7 +28,7 @@ from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.leases import JoinedLease, Lease, Leases, read_leases
 from blobstore.store.locks import LOCK_TIMEOUT, Locks
-from blobstore.store.manifests import ManifestReader
+from blobstore.store.manifests import NO_STORE, ManifestReader
 from blobstore.store.names import Names
 from blobstore.store.notes import pack, unpack
 from blobstore.store.partial import bytes_done, remove_partial
@@ -248,6 +249,18 @@ class LocalStore(ManifestReader):
         """
         lease = JoinedLease(self._layout, self._locks, name)
         return WorkerIngest(self, lease, paranoid=paranoid, sync_later=sync_later)
+
+    def check_there(self) -> None:
+        """Check that there is a store: an empty folder is none, as one whose disk is not mounted.
+
+        Raises:
+            NotFound: there is none.
+            StoreError: as :meth:`check_root`.
+        """
+        self.check_root()
+        places = (self.folder("blobs"), self.folder("manifests"), self.folder("headers").parent)
+        if not any(map(is_there, places)):
+            raise NotFound(f"there is no store at {quote(self.root)}", advice=NO_STORE)
 
     def check_space(self, needed: int) -> None:
         """Check that so many bytes are free for the store.

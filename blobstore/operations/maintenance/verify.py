@@ -135,6 +135,7 @@ def verify_models(
 
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
+        NotFound: all models are to be checked, and there is no store.
         StoreError: the store cannot be listed.
         UsageError: ``jobs`` is below 1, ``rate`` is not above 0, ``sample`` is no sample, or one of the latter
             is given together with ``quick``.
@@ -147,7 +148,9 @@ def verify_models(
     store = LocalStore.of(store)
     names = named_models(store, references)
     is_whole = not names
-    if not is_whole:
+    if is_whole:
+        store.check_there()
+    else:
         store = LocalStore.to_read(store)
     limiter = None if rate is None else RateLimiter(rate)
     hashed = NONE if quick else ALL if sample is None else Sample.parse(sample)

@@ -88,4 +88,4 @@ def test_blobs_of_an_import_without_a_name_yet_are_not_lost(
 
 
 def test_an_absent_store_has_lost_nothing(tmp_path: Path) -> None:
-    assert not verify_models(store=LocalStore(tmp_path / "none")).faults
+    assert not lost_manifests(LocalStore(tmp_path / "none"))

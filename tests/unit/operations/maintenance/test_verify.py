@@ -14,7 +14,7 @@ import pytest
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.sample import NONE
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import ModelNotFound, UsageError
+from blobstore.errors import ModelNotFound, NotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
@@ -124,8 +124,15 @@ def test_accepts_a_tensor_named_data_or_with_qparams(store: LocalStore, content:
     assert verify_models(store=store).faults == ()
 
 
+@pytest.mark.parametrize("name", ["", "none"], ids=["empty folder", "no folder"])
+def test_a_store_that_is_not_there_is_not_intact(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotFound, match="there is no store at"):
+        verify_models(store=tmp_path / name)
+
+
 def test_verifies_an_empty_store(tmp_path: Path) -> None:
-    verified = verify_models(store=LocalStore(tmp_path / "none"))
+    (tmp_path / "manifests").mkdir()
+    verified = verify_models(store=tmp_path)
     assert (verified.models, verified.blobs, verified.faults) == (0, 0, ())
 
 
