@@ -1,7 +1,7 @@
 """The tensors of a running program as a source, read from its memory.
 
-The source is like a folder with one file, ``model.safetensors``, that the safetensors library would write. So
-an export of the model writes that file.
+The source is like a folder with one file, ``model.safetensors``, that the safetensors library would write, or
+``adapter_model.safetensors`` for an adapter of PEFT. So an export of the model writes that file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
 
-_FILE = "model.safetensors"
+_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 _COPIES = 8
 """Threads that copy tensors, at most; more than these do not read memory faster."""
 
@@ -69,8 +69,11 @@ class MemorySource:
         self._read = {spec.name: read for spec, read in tensors.items()}
         if not in_order:
             raise UsageError("there are no tensors")
+        # PEFT, and transformers with it, read an adapter from a file of this name alone.
+        is_adapter = "adapter_config.json" in files and "config.json" not in files
+        self._file = _ADAPTER_FILE if is_adapter else _FILE
         try:
-            check_paths([*files, _FILE])
+            check_paths([*files, self._file])
         except InvalidManifest as error:
             raise UsageError(error.message) from None
         for name, content in files.items():
@@ -90,7 +93,7 @@ class MemorySource:
         ]
         self.config: Mapping[str, Any] = _config(files.get("config.json"))
         self.notices: Sequence[str] = ()
-        self.metadata = {Path(_FILE): metadata}
+        self.metadata = {Path(self._file): metadata}
         self.block_types: Mapping[str, str] = {}
         self.versions = SourceVersions()
         try:
@@ -109,7 +112,7 @@ class MemorySource:
     def record(self) -> SourceRecord:
         """See :class:`TensorSource`."""
         size = len(self._header) + sum(spec.nbytes for spec in self.specs.values())
-        file = RecordedFile(_FILE, "safetensors", size, self._header)
+        file = RecordedFile(self._file, "safetensors", size, self._header)
         return SourceRecord(kind="memory", files=(file,))
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:

@@ -160,6 +160,19 @@ def test_saves_of_several_threads_do_not_share_memory(store: LocalStore) -> None
         assert (blobstore.open(f"m:{number}", store=store)["x"] == number).all()
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_adapter_is_exported_to_the_file_that_peft_reads(
+    store: LocalStore, tmp_path: Path, is_whole: bool
+) -> None:
+    files: dict[str, Any] = {"adapter_config.json": {}} | (
+        {"config.json": CONFIG} if is_whole else {}
+    )
+    save(TENSORS, "m", files=files, store=store)
+    blobstore.export("m", tmp_path / "out", store=store)
+    (weights,) = (tmp_path / "out").glob("*.safetensors")
+    assert weights.name == ("model.safetensors" if is_whole else "adapter_model.safetensors")
+
+
 def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(b"[1]")
     files: dict[str, Any] = {
