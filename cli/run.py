@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.cli.output import Output
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
@@ -105,9 +106,11 @@ def command(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model, store = arguments.model(store, name), LocalStore.to_read(store)
-    manifest = store.resolve(model)  # an error of ours is clearer than one of the server
-    require_trust(store, model, store.read_manifest(model))
-    folder = _folder(store, model)
+    # Read once: another user may give the name to a model that the policy refuses.
+    data, manifest = store.parse(model)
+    store.check_manifest(data, manifest)  # an error of ours is clearer than one of the server
+    require_trust(store, model, data)
+    folder = _folder(store, data)
     gguf = llama_cpp.gguf_files(store, manifest, folder or Path())
     if chosen is None and not gguf:
         _check_generates(store, model)
@@ -142,7 +145,7 @@ def command(
         out.result({"command": words, "address": address}, shlex.join(words))
         return
     if folder is not None and needs_folder:
-        _link_if_needed(store, model, folder, server.name, is_gguf=bool(gguf))
+        _link_if_needed(store, model, manifest, folder, server.name, is_gguf=bool(gguf))
     output.show_note(f"{server.name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
@@ -160,30 +163,36 @@ def _check_generates(store: LocalStore, model: Reference) -> None:
         )
 
 
-def _folder(store: LocalStore, model: Reference) -> Path | None:
+def _folder(store: LocalStore, manifest: bytes) -> Path | None:
     """Return the folder of links for a server that cannot read the store; None without a home folder."""
     from blobstore.core.digest import Digest
     from blobstore.store.copies import copies_folder
 
     folder = copies_folder(store.root)
-    return folder and folder / Digest.of(store.read_manifest(model)).hex[:32]
+    return folder and folder / Digest.of(manifest).hex[:32]
 
 
 def _link_if_needed(
-    store: LocalStore, model: Reference, folder: Path, server: str, *, is_gguf: bool
+    store: LocalStore,
+    model: Reference,
+    manifest: Manifest,
+    folder: Path,
+    server: str,
+    *,
+    is_gguf: bool,
 ) -> None:
     """Make the folder of links, unless an earlier run has made it and all of its files are there."""
     from blobstore.cli.thaw import thaw_whole
-    from blobstore.operations.export.link import is_linked, link_model
+    from blobstore.operations.export.link import is_linked, link_manifest
     from blobstore.store.copies import hold_copies
 
     hold_copies(folder.parent)
-    if is_linked(model, folder, store=store):
+    if is_linked(manifest, folder, store=store):
         return
     with progress_bar() as progress:
         # GGUF files are copies in any case, so their blobs may stay frozen.
         thawed = None if is_gguf else thaw_whole(model, store, progress)
-        linked = link_model(model, folder, store=store, force=True, progress=progress)
+        linked = link_manifest(manifest, model, folder, store=store, force=True, progress=progress)
     if thawed is not None and thawed.blobs:
         output.show_note(
             f"{model} was frozen, and {server} reads files: it is thawed now; "

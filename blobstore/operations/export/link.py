@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.folders.link_plan import Link, LinkPlan, WithNewHeader
+    from blobstore.manifests.model import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +104,37 @@ def link_model(
         StoreError: the model is frozen, and its files are not copies in any case.
         UsageError: ``jobs`` is below 1.
     """
-    started = time.monotonic()
     check_jobs(jobs)
     reference = Reference.of(reference)
     store = LocalStore.to_read(store)
     manifest = store.resolve(reference)
+    return link_manifest(
+        manifest,
+        reference,
+        folder,
+        store=store,
+        hard=hard,
+        old_keys=old_keys,
+        force=force,
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def link_manifest(
+    manifest: Manifest,
+    reference: Reference,
+    folder: str | os.PathLike[str],
+    *,
+    store: LocalStore,
+    hard: bool = False,
+    old_keys: bool = False,
+    force: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Linked:
+    """Do as :func:`link_model`, for a manifest of which ``reference`` may be another model's name by now."""
+    started = time.monotonic()
     target = writer.resolve_target(folder, force=force)
     try:
         with gc_paused():  # a model has thousands of tensors
@@ -139,16 +166,15 @@ def link_model(
     return _result(target, plan, copied, time.monotonic() - started)
 
 
-def is_linked(reference: Reference, folder: Path, *, store: LocalStore) -> bool:
-    """Return whether a folder still has each file that :func:`link_model` has written, and its links lead to blobs.
+def is_linked(manifest: Manifest, folder: Path, *, store: LocalStore) -> bool:
+    """Return whether a folder still has each file that :func:`link_manifest` has written, and its links lead to blobs.
 
     Raises:
-        ModelNotFound: the store has no model of this name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
     """
     if not folder.is_dir():
         return False
-    names = plan_links(ModelContents(store, store.resolve(reference))).names()
+    names = plan_links(ModelContents(store, manifest)).names()
     return all((folder / name).is_file() for name in names)
 
 

@@ -16,7 +16,8 @@ from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, Store
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
-from blobstore.operations.export.link import Linked, is_linked, link_model
+from blobstore.operations.export.link import Linked, is_linked, link_manifest, link_model
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.planning.grouping import ExpertForm
 from blobstore.planning.plan import QuantizeOptions
 from blobstore.store.local import LocalStore
@@ -576,16 +577,26 @@ def test_a_file_with_the_name_of_a_variant_becomes_a_model_without_one(
     assert (tmp_path / "farm" / INDEX).exists()
 
 
+def test_the_links_are_of_a_manifest_whatever_its_name_has_by_now(
+    store: LocalStore, model: Path, out: Path
+) -> None:
+    create(model, NAME, store=store)
+    manifest = store.resolve(NAME)
+    remove_models([NAME], store=store)
+    link_manifest(manifest, NAME, out, store=store)
+    assert is_linked(manifest, out, store=store)
+
+
 def test_a_folder_is_linked_only_while_it_has_all_of_its_files(
     store: LocalStore, model: Path, out: Path
 ) -> None:
     create(model, NAME, store=store, quantize=QuantizeOptions("int4"))
-    assert not is_linked(NAME, out, store=store)
+    assert not is_linked(store.resolve(NAME), out, store=store)
     assert link_model(NAME, out, store=store).copied
     for name in contents(out):
-        assert is_linked(NAME, out, store=store)
+        assert is_linked(store.resolve(NAME), out, store=store)
         (out / name).rename(out / "kept")
-        assert not is_linked(NAME, out, store=store)
+        assert not is_linked(store.resolve(NAME), out, store=store)
         (out / name).symlink_to("gone")
-        assert not is_linked(NAME, out, store=store)
+        assert not is_linked(store.resolve(NAME), out, store=store)
         (out / "kept").rename(out / name)
