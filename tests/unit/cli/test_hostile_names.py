@@ -19,6 +19,7 @@ from blobstore.operations.describe import list as listing
 from blobstore.operations.maintenance import verify
 from blobstore.operations.maintenance.verify import Fault, Verified
 from blobstore.store.local import LocalStore
+from tests.support import frozen
 from tests.unit.cli.running import run, run_forked, run_json, run_process
 
 LONG = "long." + "n" * 70_000 + ".weight"
@@ -149,7 +150,7 @@ def test_messages_of_libraries_are_escaped(
     fault = Fault(text, text, text, text)
     verified = Verified(models=1, blobs=1, bytes_read=1, seconds=1, faults=(fault,), damaged=())
     monkeypatch.setattr(verify, "verify_models", lambda *_, **__: verified)
-    store.root.mkdir()
+    frozen.put(store, "m", {"own": 1})
     result = run("verify", exit_code=4)
     assert_clean(result.stdout_bytes)
     assert result.stdout.count("\n") == 2
