@@ -318,13 +318,10 @@ class PullThrough:
         return known, right
 
     def _question(self, ask: Callable[..., object], asked: Asked, token: str) -> NotFetched:
-        """Return the work of asking the upstream about a revision: for everyone, unless it has refused that.
-
-        So what is public is asked once, whatever tokens clients have. Everyone may know which public revisions are here.
-        """
+        """Return the work of asking the upstream about a revision. Everyone may know which public ones are here."""
         pulled = self._library.pulled
         is_public = pulled.is_public(asked.repository)
-        if token and not (is_public and self._refused_lately(asked, EVERYONE) is None):
+        if token:
             has_right = self._rights.has_had(client_of(token), asked.repository, asked.revision)
             # Anyone can make up tokens.
             return NotFetched(ask, asked, token, threads=None if has_right else capacity.TRY)
