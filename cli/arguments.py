@@ -442,7 +442,7 @@ def is_path(name: str, store: LocalStore) -> bool:
 
 
 def glob_advice(text: str, *, has_near: bool) -> str:
-    """Return the glob that finds names of which a text is a part; empty if there are none."""
+    """Return advice with the glob that finds names which contain ``text``, or an empty string."""
     return f"'*{text}*' matches names that contain it" if has_near and text.isprintable() else ""
 
 

@@ -251,10 +251,10 @@ class LocalStore(ManifestReader):
         return WorkerIngest(self, lease, paranoid=paranoid, sync_later=sync_later)
 
     def check_there(self) -> None:
-        """Check that there is a store: an empty folder is none, as one whose disk is not mounted.
+        """Check that the store exists. An empty folder is not a store: a disk may not be mounted there.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the store does not exist.
             StoreError: as :meth:`check_root`.
         """
         self.check_root()

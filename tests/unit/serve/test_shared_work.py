@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from blobstore.core.capacity import Capacity
 from blobstore.core.workers import WorkerPool
 from blobstore.serve import shared_work
 from blobstore.serve.shared_work import Busy, SharedWork
+from tests.faults.processes import wait_for
 
 ROWS = (
     "ANSWER",
@@ -191,13 +193,15 @@ def test_nobody_passes_work_that_waits_for_its_turn(monkeypatch: pytest.MonkeyPa
             interrupts.take_turns()
             done.append(name)
 
+        def is_waiting(number: int) -> bool:
+            return len(work._turns.waiting) >= number
+
         tasks = []
         for number, name in enumerate(("first", "second", "third")):
             tasks.append(asyncio.create_task(work.result(name, job, name)))
             await asyncio.sleep(0)
             assert await asyncio.to_thread(is_begun.wait, SECONDS)
-            while len(work._turns.waiting) < number:  # noqa: ASYNC110 - nothing else reports it
-                await asyncio.sleep(0)
+            await asyncio.to_thread(wait_for, partial(is_waiting, number))
         go_on.set()
         await asyncio.gather(*tasks)
         assert done == ["first", "second", "third"]
