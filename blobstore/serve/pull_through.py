@@ -318,19 +318,17 @@ class PullThrough:
         return known, right
 
     def _question(self, ask: Callable[..., object], asked: Asked, token: str) -> NotFetched:
-        """Return the work of asking the upstream about a revision. Everyone may know which public ones are here."""
+        """Return the work of asking the upstream. Anyone can make up tokens, and may know which public revisions are here."""
         pulled = self._library.pulled
-        is_public = pulled.is_public(asked.repository)
         if token:
             has_right = self._rights.has_had(client_of(token), asked.repository, asked.revision)
-            # Anyone can make up tokens.
             return NotFetched(ask, asked, token, threads=None if has_right else capacity.TRY)
-        is_here = (
+        is_known = pulled.is_public(asked.repository) and (
             (asked.repository, asked.revision) in pulled.records()
             if asked.is_commit
             else self._store.manifest_version(asked.reference) is not None
         )
-        return NotFetched(ask, asked, "", threads=None if is_here and is_public else capacity.ASK)
+        return NotFetched(ask, asked, "", threads=None if is_known else capacity.ASK)
 
     def _known(self, asked: Asked) -> Known | None:
         """Return the commit that a revision is; None if the upstream has to be asked.

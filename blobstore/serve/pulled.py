@@ -293,14 +293,20 @@ class PulledModels:
         if self.of_repository(repository):
             self._write_public(repository, is_public=is_public)
 
-    def note_called(self, repository: str, name: str) -> None:
+    def note_called(self, repository: str, name: str) -> bool:
         """Note by which name the upstream calls a repository now, if anything of it was fetched. Raises as :meth:`keep`.
 
         If it had another name, and has this one again, it may be another repository: what was fetched is not public.
+        A restricted one restricts the present name, too, until the upstream has shown both; return whether it does.
         """
         new = name if name != repository else ""
-        if repository in self._renamed or (new and self.of_repository(repository)):
+        is_new = new and new != self._renamed.get(repository) and self.of_repository(repository)
+        if is_restricted := bool(is_new) and not self.is_public(repository):
+            # First, so that at no time everyone may read what was fetched by the former name.
+            self.note_public(self.present(new), is_public=False)
+        if is_new or repository in self._renamed:
             self._write_public(repository, is_public=False, name=new)
+        return is_restricted
 
     def _write_public(self, repository: str, *, is_public: bool, name: str = "") -> None:
         path = self._path(repository)

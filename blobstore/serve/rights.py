@@ -181,7 +181,9 @@ class Rights:
 
     def note_called(self, repository: str, name: str) -> None:
         """Note durably by which name the upstream calls a repository now. Raises StoreError."""
-        self._pulled.note_called(repository, name)
+        if self._pulled.note_called(repository, name):
+            # Answers to earlier questions did not prove the commits that were fetched by the former name.
+            self.take_back(self._pulled.present(name), EVERYONE)
 
     def note_public(
         self, repository: str, origin: Origin | None = None, *, is_judged: bool = True

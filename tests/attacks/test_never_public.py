@@ -52,8 +52,9 @@ def assert_stays_secret(
             assert secret not in [*found, plain.request(target)[2]]
 
 
+@pytest.mark.parametrize("is_new_asked_first", [False, True])
 def test_a_repository_that_was_renamed_and_published_opens_no_former_commit(
-    hub: HubServer, store: LocalStore, tmp_path: Path
+    hub: HubServer, store: LocalStore, tmp_path: Path, is_new_asked_first: bool
 ) -> None:
     hub.add(NAME, made(tmp_path / "secret", 1), token="hf_right")
     with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
@@ -62,6 +63,8 @@ def test_a_repository_that_was_renamed_and_published_opens_no_former_commit(
         hub.renamed[NAME] = "org/new"
         hub.add("org/new", made(tmp_path / "clean", 2))
         new = FILE.replace(NAME, "org/new")
+        if is_new_asked_first:
+            until(lambda: server.request(new)[0] == 200)
         until(lambda: server.request(FILE)[0] == server.request(new)[0] == 200)
         until(lambda: store.has_model("org/new"))
         targets = [one.replace("main", it) for one in (FILE, new) for it in ("main", commit)]

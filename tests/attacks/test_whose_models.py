@@ -435,6 +435,9 @@ def test_a_repository_that_was_renamed_is_public_as_long_as_the_present_one_is(
     for one in (pulled, PulledModels(store)):
         assert one.open() == {COMMIT[0]}
     pulled.note_called("org/new", COMMIT[0])
+    for one in (pulled, PulledModels(store)):
+        assert not one.open(), "the upstream has to show that everyone may read the commits of both"
+    pulled.note_public(COMMIT[0], is_public=True)
     assert "org/new" in pulled.open()
     pulled.own()  # from now on, it does not read what it writes
     pulled.note_public("org/new", is_public=False)  # what the upstream has refused is not that one
