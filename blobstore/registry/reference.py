@@ -147,11 +147,12 @@ class RemoteReference:
     def check_writable(self) -> None:
         """Check that models can be pushed there. Raises UsageError."""
         if self.scheme:
-            host = f"{self.host}/{self.repository}"
             option = "--plain-http" if self.scheme == "http" else "--no-plain-http"
+            # With the scheme: without it, commands take this for the name of a model in the store.
+            address = f"oci://{replace(self, scheme='')}"
             raise UsageError(
                 f"{quote(self)} is the address of a server that only reads",
-                advice=f"for a registry, write {host} {option}",
+                advice=f"for a registry, write {quote(address)} {option}",
             )
 
     def __str__(self) -> str:
@@ -181,10 +182,10 @@ def split_scheme(text: str) -> tuple[str, str]:
             advice=f"write {quote_url(meant)[1:-1]}",
         )
     if scheme not in {None, "oci", *WEB}:
-        rest = quote_url(text.partition("://")[2])
+        meant = quote_url(f"{SCHEME}{text.partition('://')[2]}")
         raise InvalidReference(
             f"not the address of a registry: {quote_url(text)} begins with {scheme}://",
-            advice=f"write {rest}"
+            advice=f"write {meant}"
             if scheme == "docker"
             else "expected [oci://]host[:port]/repository[:tag|@sha256:…], http://, https://, s3://, gs://, "
             "az:// or file://",

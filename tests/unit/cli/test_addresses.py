@@ -81,13 +81,13 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
     [
         (
             "http://host.example/r",
-            "a server that only reads; for a registry, write host.example/r --plain",
+            "a server that only reads; for a registry, write 'oci://host.example/r:latest' --plain",
         ),
         (
             "https://host.example/r",
-            "a server that only reads; for a registry, write host.example/r --no-plain",
+            "a server that only reads; for a registry, write 'oci://host.example/r:latest' --no-plain",
         ),
-        ("docker://host.example/r", "write 'host.example/r'"),
+        ("docker://host.example/r", "write 'oci://host.example/r'"),
         ("ftp://host.example/r", "expected [oci://]host"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_server_that_only_reads_has_the_names_of_a_registry() -> None:
     assert address == RemoteReference("cache:8080", "org/model")
     assert address.name() == Reference.parse("cache:8080/org/model")
     with pytest.raises(
-        UsageError, match="only reads; for a registry, write cache:8080/org/model --"
+        UsageError, match="for a registry, write 'oci://cache:8080/org/model:latest' --"
     ):
         address.check_writable()
     RemoteReference.parse("cache:8080/org/model").check_writable()
