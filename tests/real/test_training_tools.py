@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 import blobstore
+from blobstore.integrations.trainer import StoreCallback
 from blobstore.integrations.transformers import from_store
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
@@ -57,3 +59,31 @@ def test_an_adapter_names_its_base_of_the_store(store: LocalStore, tmp_path: Pat
     loaded = from_store("run:last", store=store)
     tokens = torch.arange(8)[None]
     assert loaded(tokens).logits.equal(model.eval()(tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT uses it
+@pytest.mark.filterwarnings(
+    "ignore:Could not find a config file in:UserWarning"
+)  # PEFT looks for one
+def test_a_trainer_resumes_the_adapter_of_a_step(store: LocalStore, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    callback = StoreCallback("run", store)
+
+    def trainer(folder: str) -> Trainer:
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(make("llama"), config)
+        args = TrainingArguments(
+            str(tmp_path / folder), max_steps=1, save_steps=1, report_to=[], use_cpu=True
+        )
+        rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 2
+        return Trainer(model, args, train_dataset=rows, callbacks=[callback])
+
+    def adapter(trained: Trainer) -> dict[str, torch.Tensor]:
+        return dict(peft.get_peft_model_state_dict(trained.model))
+
+    first, second = trainer("first"), trainer("second")
+    first.train()
+    expected = adapter(first)
+    assert not any(value.equal(expected[name]) for name, value in adapter(second).items())
+    second.train(resume_from_checkpoint=callback.restore(tmp_path / "second"))
+    assert all(value.equal(expected[name]) for name, value in adapter(second).items())
