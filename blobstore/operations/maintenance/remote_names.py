@@ -138,9 +138,8 @@ def _place(
     """Give names to the model that ``source`` has, and to its state; remove the name of a former state."""
     needed = [needed_by(store, place.reference, manifest) for place, manifest, _ in changes]
     with leased(store.client, set().union(*needed)) as check_lease:
-        if (
-            store.read_manifest(source) != data
-        ):  # else the blobs of a name are there, and stay from here on
+        # As long as the name has it, no collection has removed its blobs; from here on, the lease keeps them.
+        if store.read_manifest(source) != data:
             raise Conflict(
                 f"{quote(source)} was given another model in the meantime", advice="tag it again"
             )
