@@ -38,7 +38,11 @@ class StoreCheckpointIO(CheckpointIO):
         Args:
             run: the name of the run, without a tag.
             store: the store or its folder, or the address of one in object storage.
+
+        Raises:
+            InvalidReference: ``run`` is not such a name.
         """
+        Reference.parse(f"{run}:last")  # now, and not at the first checkpoint of a long training
         self._run = run
         self._store = store
 

@@ -12,10 +12,12 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.core.targets import check_target
 from blobstore.errors import BlobDamaged
 from blobstore.integrations.torch_checkpoint.export import export_trainer
+from blobstore.manifests.reference import Reference
 from blobstore.manifests.step_record import METRICS_FILE
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.cat import read_file
 from blobstore.operations.maintenance.names import copy_model
+from blobstore.store.local import LocalStore
 
 with optional_libraries():
     import torch.distributed as dist
@@ -43,9 +45,14 @@ class StoreCallback(TrainerCallback):
         Args:
             run: the name of the run, without a tag.
             store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+        Raises:
+            InvalidReference: ``run`` is not such a name.
+            UsageError: the store is not a folder. ``push`` sends its steps to object storage.
         """
+        Reference.parse(f"{run}:last")  # now, and not at the first checkpoint of a long training
         self._run = run
-        self._store = store
+        self._store = LocalStore.of(store)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

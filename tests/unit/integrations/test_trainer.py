@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import blobstore
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, InvalidReference, UsageError
 from blobstore.store.local import LocalStore
 
 
@@ -58,3 +58,13 @@ def test_a_step_has_the_random_states_of_all_processes(store: LocalStore, tmp_pa
     StoreCallback("run", store).on_save(args, state, args)
     loaded = blobstore.load("run:step-1", store=store)
     assert loaded["rng_state_1"]["cpu"].tolist() == [1]
+
+
+def test_a_run_that_could_not_be_kept_is_refused_before_the_training() -> None:
+    pytest.importorskip("transformers", reason="it is in the test group")
+    from blobstore.integrations.trainer import StoreCallback
+
+    with pytest.raises(UsageError, match="'s3://bucket/runs' is an address, not the path"):
+        StoreCallback("run", "s3://bucket/runs")
+    with pytest.raises(InvalidReference, match="not a model name"):
+        StoreCallback("run:step")
