@@ -118,7 +118,7 @@ def _objects_as_text(collected: CollectedObjects, *, dry_run: bool) -> Iterator[
     yield _total(verb, blobs, len(collected.removed) - blobs, collected.size)
     for count, why in (
         (collected.young, "too young; with --older-than 0s at once"),
-        (collected.leased, "in use by imports"),
+        (collected.leased, "imports may need them, for a day if they were killed"),
     ):
         if count:
             yield f"kept {render.count_of(count, 'blob')}: {why}"

@@ -46,7 +46,7 @@ class CollectedObjects:
     young: int
     """Blobs that no manifest references, but that are too young."""
     leased: int
-    """Blobs that no manifest references, but that running imports rely on."""
+    """Blobs that no manifest references, but that imports may rely on: running ones, or killed ones for a day."""
     is_complete: bool
     """Whether nothing was left because time was up."""
     refusal: str = ""
@@ -103,28 +103,32 @@ def collect_objects(
         oldest = collection.now - timedelta(seconds=age)
 
         def is_old(item: ObjectInfo) -> bool:
-            return item.modified <= oldest and (
-                leased.since is None or item.modified < leased.since
-            )
+            return item.modified <= oldest
 
-        removable = [
+        def may_be_leased(item: ObjectInfo) -> bool:
+            return leased.since is not None and item.modified >= leased.since
+
+        unused = [
             item
             for digest, item in garbage.items()
-            if digest not in leased.digests and is_old(item)
+            if digest not in leased.digests and not may_be_leased(item)
         ]
+        removable = list(filter(is_old, unused))
         refusal = _refusal(store, blobs, removable, references)
         if refusal and not (force or dry_run):
             raise ImplausibleGarbage(refusal, advice="if that is right, pass force=True")
         # Notes about manifests that no name has are of no use, unless one is being given.
         named = {digest.hex for digest in needed | leased.digests}
         removable += [
-            item for item in notes if item.key.rpartition("/")[2] not in named and is_old(item)
+            item
+            for item in notes
+            if item.key.rpartition("/")[2] not in named and is_old(item) and not may_be_leased(item)
         ]
         removed = removable if dry_run else list(_delete(store, removable, collection))
     return CollectedObjects(
         removed=tuple(removed),
-        young=sum(not is_old(item) for item in garbage.values()),
-        leased=len(garbage.keys() & leased.digests),
+        young=len(unused) - sum(map(is_old, unused)),
+        leased=len(garbage) - len(unused),
         is_complete=len(removed) == len(removable),
         refusal=refusal if not force else "",
     )

@@ -96,9 +96,13 @@ def test_a_leased_blob_is_kept(objects: ObjectStore) -> None:
     digest = Digest.of(data)
     objects.put_blob(digest, len(data), [data])
     with leased(objects.client, [digest]):
+        objects.put_blob(Digest.of(b"written since"), 13, [b"written since"])
         found = collect_objects(objects.address, older_than=0, force=True)
-        assert (found.leased, found.removed) == (1, ())
-    assert len(collect_objects(objects.address, older_than=0, force=True).removed) == 1
+        assert (found.leased, found.young, found.removed) == (2, 0, ())
+        found = collect_objects(objects.address, older_than=3600, force=True)
+        assert (found.leased, found.young, found.removed) == (2, 0, ())
+    assert collect_objects(objects.address, older_than=3600, force=True).young == 2
+    assert len(collect_objects(objects.address, older_than=0, force=True).removed) == 2
 
 
 def test_an_import_waits_for_a_collection(objects: ObjectStore) -> None:
