@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +12,7 @@ from blobstore.core.escape import cli_command, quote, without_secrets
 from blobstore.core.workers import Cancelled
 from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
-from blobstore.objects.address import model_addresses
+from blobstore.objects.address import StoreAddress, has_tag, model_addresses
 from blobstore.objects.response_rules import READ_COLD_INDEX, READ_HEADERS
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 
@@ -84,10 +85,8 @@ class ObjectSource:
                 looked.append(f"{quote(address.reference)} in {quote(address.store)}")
         if refused is not None:
             raise refused
-        first = next(model_addresses(text)).store
         raise ModelNotFound(
-            f"no model {quote(text)}; looked for {', '.join(looked)}",
-            advice=f"{cli_command('list', without_secrets(str(first)))} lists the models there",
+            f"no model {quote(text)}; looked for {', '.join(looked)}", advice=_list_advice(text)
         )
 
     @property
@@ -143,3 +142,13 @@ class ObjectSource:
     def signatures(self, on_error: Callable[[RemoteError], object]) -> Iterator[bytes]:
         """Yield the signatures that are kept with the manifest; none of them is verified."""
         return self.store.read_signatures(self.root.digest, on_error)
+
+
+def _list_advice(text: str) -> str:
+    """Return the command that lists a store which ``text`` may mean, or which it is itself; empty if none has models."""
+    own = [] if has_tag(text) else [StoreAddress.parse(text)]
+    with contextlib.suppress(RemoteError):
+        for store in (*own, *(address.store for address in model_addresses(text))):
+            if ObjectStore(store).has_names():
+                return f"{cli_command('list', without_secrets(str(store)))} lists the models there"
+    return ""

@@ -51,6 +51,17 @@ def test_a_missing_model_says_where_it_was_looked_for(
     assert ObjectStore(object_address).references() == []
 
 
+@pytest.mark.parametrize("spelled", ["", "/team/none", "/none:v1"])
+def test_the_advice_for_a_missing_model_lists_a_store_that_has_some(
+    local: LocalStore, tmp_path: Path, spelled: str
+) -> None:
+    address = f"file://{tmp_path}/objects"
+    push_model("team/one:v1", address, store=local)
+    with pytest.raises(ModelNotFound) as raised:
+        pull_model(f"{address}{spelled}", store=tmp_path / "other")
+    assert f"'blobstore list {address}' lists the models there" in str(raised.value)
+
+
 def test_a_damaged_header_is_named_although_the_blob_has_arrived(
     local: LocalStore, tmp_path: Path
 ) -> None:
