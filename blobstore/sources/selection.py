@@ -542,19 +542,23 @@ def _no_weights(tree: FileTree, weights: str | None) -> BlobstoreError:
             advice=f"it has {join_some(labels, 20)}" if labels else "",
         )
     names = [*tree.files_below()]
+    deeper = dict.fromkeys(
+        str(path.parent)
+        for path in map(PurePath, names)
+        if has_ending(path.name) and not _has_no_model(path.name)
+    )
     for name in sorted(names, key=lambda name: name.count("/")):
         check_whole(tree, [name])
-        if kind := _other_kind(tree, name):
+        path = PurePath(name)
+        # The state of a training program next to weights is of that model, which --all imports.
+        is_state = _has_no_model(path.name) and str(path.parent) in deeper
+        if not is_state and (kind := _other_kind(tree, name)):
             where = f"{tree.label()} has no weights that can be read, but {quote(name)}"
             keep = keeping(name, names, instead_of=kind.advice)
             return kind.error(where, advice="" if kind.use == "absent" else keep)
     what = "has no weight files" if tree.entries() else "is empty"
     advice = ""
-    if deeper := dict.fromkeys(
-        str(path.parent)
-        for path in map(PurePath, names)
-        if has_ending(path.name) and not _has_no_model(path.name)
-    ):
+    if deeper:
         advice = f"{tree.label(next(iter(deeper)))} has some"
         if len(deeper) > 1 and tree.is_local:
             advice = (

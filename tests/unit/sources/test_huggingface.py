@@ -1037,6 +1037,7 @@ def test_says_that_models_in_folders_are_many(tmp_path: Path) -> None:
     for name in ("a/x.gguf", "b/y.gguf"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(GGUF_FILE)
+        torch.save({"state": {}, "param_groups": []}, (tmp_path / name).with_name("optimizer.pt"))
     with pytest.raises(SourceError, match="create --all .* imports each folder that has some"):
         HuggingFaceFolder(tmp_path)
 
