@@ -197,6 +197,16 @@ def test_import_loads_nothing_heavy(module: str) -> None:
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["compare.diff", "describe.list", "describe.show", "export.link", "maintenance.verify"],
+)
+def test_operations_that_compute_no_values_start_without_libraries_that_do(module: str) -> None:
+    loaded = modules_after(f"import blobstore.operations.{module}")
+
+    assert not {name.partition(".")[0] for name in loaded} & (HEAVY - {"urllib"})
+
+
 def test_import_of_the_package_loads_the_standard_library_alone() -> None:
     loaded = {name.partition(".")[0] for name in modules_after("import blobstore")}
 
